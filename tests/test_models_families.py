@@ -74,6 +74,6 @@ def test_a_file_of_pythia_gives_the_rotation_of_transformers() -> None:
 
     values = {**TINY["gpt_neox"].config().to_dict(), "rotary_pct": 0.5, "rotary_emb_base": 500, "rope_theta": 7.0}
     del values["rope_parameters"]
-    peer = transformers.GPTNeoXConfig(**values).rope_parameters
+    peer: Any = transformers.GPTNeoXConfig(**values).rope_parameters
     mixer: Any = ModelConfig.from_dict(values).layers[0].mixer
     assert (mixer.rope.theta, mixer.rope.partial) == (peer["rope_theta"], peer["partial_rotary_factor"])

@@ -117,7 +117,7 @@ def test_commands(tmp_path):
         print(f"{dtype} on {platform}: loss {loss[0]:.4f} to {loss[-1]:.4f}, at most {far:.1e} from float32 on the CPU")
         assert len(loss) == 20 and far <= (2e-3 if dtype == "float32" else 5e-2)
     ask = ["generate", tmp_path / "wide" / "model", "--prompt", "def read(self, size):", "--max-new-tokens", 24]
-    ask += ["--temperature", 0, "--ignore-eos", "--json"]
+    ask += ["--temperature", 0, "--ignore-eos", "--json", "--compile", "lazy", "--max-length", 64]
 
     def tokens(platform, *options):
         return json.loads(run(platform, *ask, *options).splitlines()[-1])["token_ids"]
