@@ -39,6 +39,7 @@ def layers(family: Family) -> list[str]:
         "a window or none by layer": {"sliding_window", "layer_types"} <= reads,
         "layers without rotation": "no_rope_layers" in reads or not family.global_rope,
         "rotation by kind of layer": family.local_theta is not None,
+        "sizes of heads by kind of layer": any(field.startswith("full_attention.") for field in fields),
         "partial rotation": family.partial is not None,
         "neighbouring features rotate": family.fields.get("rope_interleaved", False),
         "queries scaled by position": "llama_4_scaling_beta" in reads,

@@ -72,6 +72,8 @@ class ModelConfig:
       tie_embeddings: the head is the embedding table.
       initializer_range: standard deviation of random weights.
       layers: the kind of every layer.
+      value_norm: values are normalized by head, without a scale (Gemma 4).
+      layer_scale: the stream after each layer is multiplied by a number that is not trained (Gemma 4).
       output_gate: attention's output is multiplied by the sigmoid of a gate, which the product of queries makes too.
       sinks: each head has a logit that enters attention's denominator only.
       experts: the mixture of experts, or None; the first `dense_layers` layers have none.
@@ -121,6 +123,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    value_norm: bool = False
+    layer_scale: bool = False
     output_gate: bool = False
     sinks: bool = False
     experts: Experts | None = None

@@ -81,6 +81,8 @@ def _rope(family: Family, parameters: Mapping[str, Any], values: Mapping[str, An
             f"{values['model_type']} heads, as transformers does. Remove the key."
         )
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "proportional" and "proportional" in family.reads() and parameters.keys() <= {"rope_type", "type"}:
+        return Rope(float(theta), partial=float(partial), proportional=True)
     if kind == "su" or (kind == "yarn" and "short_factor" in parameters):  # older names of LongRoPE
         kind = parameters["rope_type"] = "longrope"
     if kind == "default":
@@ -101,7 +103,7 @@ def _rope(family: Family, parameters: Mapping[str, Any], values: Mapping[str, An
     if kind in ("longrope", "yarn") and "factor" not in parameters:
         parameters["factor"] = positions / parameters["original_max_position_embeddings"]
     try:
-        return Rope(float(theta), parse_scaling(parameters), float(partial), float(growth))
+        return Rope(float(theta), parse_scaling(parameters), float(partial), query_growth=float(growth))
     except (ShapeError, TypeError, ValueError) as error:
         raise UnsupportedError(f"{source}: `rope_parameters` (or `rope_scaling`) is not supported: {error}") from error
 
@@ -245,6 +247,7 @@ def _rope_to_dict(rope: Rope) -> dict[str, Any]:
             del values[key]
     kind = type(scaling).__name__.removesuffix("Scaling").lower()
     kind = {"rope": "default", "ntk": "dynamic"}.get(kind, kind)
+    kind = "proportional" if rope.proportional else kind
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     partial = {} if rope.partial == 1.0 else {"partial_rotary_factor": rope.partial}
     if rope.query_growth:

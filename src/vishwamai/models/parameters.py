@@ -115,9 +115,10 @@ def split_units(config: ModelConfig) -> dict[str, tuple[str, int]]:
 
     Latent attention has no kv heads, a dense model no experts.
     """
-    units = {}
+    units: dict[str, tuple[str, int]] = {}
     for kind in dict.fromkeys(config.layers):
-        units |= kind.mixer.units(config)
+        for axis, (noun, count) in kind.mixer.units(config).items():
+            units[axis] = noun, math.gcd(count, units[axis][1] if axis in units else 0)
     sizes = (
         size
         for kind in config.layers

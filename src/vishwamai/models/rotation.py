@@ -25,6 +25,8 @@ class Rope:
       theta: base of the frequencies.
       scaling: a scaling of `vishwamai`, or `RopeScaling()` for none.
       partial: share of a head's features that turn; 0 for a layer without rotation.
+      proportional: the features that turn are the first of each half of the head, at the frequencies of the whole head
+        (Gemma 4); otherwise they are the head's first, at frequencies of their own.
       query_growth: queries are multiplied by `1 + query_growth * ln(1 + floor(position / original))`, with the length
         of the original context of `scaling` (Ministral 3, after Llama 4).
     """
@@ -32,6 +34,7 @@ class Rope:
     theta: float = 10000.0
     scaling: RopeScaling = RopeScaling()
     partial: float = 1.0
+    proportional: bool = False
     query_growth: float = 0.0
 
 
@@ -56,9 +59,12 @@ def rotated(
       lengths: `[batch, seq]`, tokens of each token's sequence, for scalings that depend on it; None for the largest
         position and one more.
     """
-    width = int(config.head_dim * rope.partial)
+    dim = query.shape[-1]
+    width = int(dim * rope.partial)
     if not width:
         return query, key
+    if rope.proportional:
+        return _proportional(config, rope, query, key, positions, 2 * int(rope.partial * dim // 2))
     if rope.query_growth:
         query = query * _growth(rope, positions, query)
     options: dict[str, Any] = {"theta": rope.theta, "rotary_dim": width, "layout": "bshd"}
@@ -71,6 +77,22 @@ def rotated(
     near, far = (vishwamai.apply_rope(pair, positions, scaling=factors, **options) for factors in (short, long))
     past = (lengths > scaling.original_max_positions)[..., None, None]
     return jnp.where(past, far[0], near[0]), jnp.where(past, far[1], near[1])
+
+
+def _proportional(config: ModelConfig, rope: Rope, query: Any, key: Any, positions: Any, width: int) -> tuple[Any, Any]:
+    """The rotation of the first `width / 2` features of each half of a head, at the frequencies of the whole head."""
+    dim, turning = query.shape[-1], width // 2
+    inner = Rope(rope.theta ** (width / dim))  # whose frequencies of `width` features are the head's first
+
+    def split(x: Any) -> Any:
+        return jnp.concatenate([x[..., :turning], x[..., dim // 2 : dim // 2 + turning]], axis=-1)
+
+    def joined(x: Any, y: Any) -> Any:
+        parts = [y[..., :turning], x[..., turning : dim // 2], y[..., turning:], x[..., dim // 2 + turning :]]
+        return jnp.concatenate(parts, axis=-1)
+
+    turned = rotated(config, inner, split(query), split(key), positions)
+    return joined(query, turned[0]), joined(key, turned[1])
 
 
 def _growth(rope: Rope, positions: Any, query: Any) -> Any:

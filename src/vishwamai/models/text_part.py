@@ -11,6 +11,7 @@ Entry = TypeVar("Entry")
 
 WRAPPERS: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "kimi_k25": "deepseek_v3",
     "llava": "llama",
     "mistral3": "mistral",
@@ -70,8 +71,48 @@ def text_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"the text part of {', '.join(WRAPPERS)} only."
         )
     name = flat.get("model_type")
+    if name == "gemma4_text":
+        flat = _gemma4(flat, source)
     renamed = RENAMED.get(name) if isinstance(name, str) else None
     return flat if renamed is None else {**renamed[1], **flat, "model_type": renamed[0]}
+
+
+_MOST_LAYERS = 10_000  # more are declined with the other sizes, before anything is made of them
+
+
+def _gemma4(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The keys of Gemma 4 with the sizes of its global layers under names of their own, as published files have them,
+    and in the form that transformers computes: the last layer is global.
+
+    Raises:
+      UnsupportedError: layers of one type differ in size.
+    """
+    values = {"hidden_size_per_layer_input": 256, **values}
+    types, count = values.get("layer_types"), values.get("num_hidden_layers")
+    if types is None and isinstance(count, int) and count <= _MOST_LAYERS:
+        types = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(count)]
+    if isinstance(types, list) and types:
+        values["layer_types"] = types = [*types[:-1], "full_attention"]
+    heads, layers = values.get("num_key_value_heads", 4), values.pop("per_layer_config", None)
+    if layers is None:
+        if not values.get("attention_k_eq_v") or values.get("num_global_key_value_heads") is None:
+            values["num_global_key_value_heads"] = heads
+        return values
+    full = {str(i) for i, kind in enumerate(types or ()) if kind == "full_attention"}
+    sizes = next(iter(layers.values()), {}) if isinstance(layers, Mapping) else None
+    if (
+        not isinstance(layers, Mapping)
+        or not isinstance(sizes, Mapping)
+        or {*layers} != full
+        or any(entry != sizes for entry in layers.values())
+    ):
+        raise UnsupportedError(
+            f"{source}: `per_layer_config` is {layers!r:.100}; the decoder computes one size for all layers that "
+            "`layer_types` calls 'full_attention', and the sizes of the other keys for the others."
+        )
+    values["global_head_dim"] = sizes.get("head_dim", values.get("head_dim"))
+    values["num_global_key_value_heads"] = sizes.get("num_key_value_heads", heads)
+    return values
 
 
 def _one_coordinate(rotation: Any) -> Any:

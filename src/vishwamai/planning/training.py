@@ -167,6 +167,7 @@ def share_of(model: ModelConfig, devices: int) -> ModelConfig:
         intermediate_size=model.intermediate_size // devices,
         vocab_size=model.vocab_size // devices,
         experts=experts,
+        layers=tuple(dataclasses.replace(kind, mixer=kind.mixer.part(devices)) for kind in model.layers),
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+import vishwamai
 from vishwamai.models.attend import attend_pages, attend_sequences
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import linear, norm
@@ -23,7 +25,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Attention(Mixer):
-    """Attention of queries in `num_heads` over keys and values in `num_kv_heads`."""
+    """Attention of queries in heads over keys and values in as many heads or fewer.
+
+    Attributes:
+      num_kv_heads, head_dim: sizes of layers of this type; None for those of the model.
+      shared_value: values are the product that makes the keys, before their norm.
+    """
+
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    shared_value: bool = False
 
     tensors: ClassVar[Mapping[str, Tensor]] = {
         **{
@@ -37,9 +48,10 @@ class Attention(Mixer):
     }
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
-        hidden, dim = config.hidden_size, config.head_dim
-        widths = {"query": (config.num_heads, "heads"), "key": (config.num_kv_heads, "kv_heads")}
-        widths["value"] = widths["key"]
+        hidden, (kv_heads, dim) = config.hidden_size, self.sizes(config)
+        widths = {"query": (config.num_heads, "heads"), "key": (kv_heads, "kv_heads")}
+        if not self.shared_value:
+            widths["value"] = widths["key"]
         if config.output_gate:
             widths["query"] = (2 * config.num_heads, "heads")
         table = {name: matrix(hidden, heads * dim, ("embed", axis)) for name, (heads, axis) in widths.items()}
@@ -50,12 +62,8 @@ class Attention(Mixer):
             table["output_bias"] = Parameter((hidden,), ("embed",), "zeros")
         if config.qk_norm:
             for name in ("query", "key"):
-                size = (
-                    dim
-                    if config.qk_norm != "all"
-                    else dim * (config.num_heads if name == "query" else config.num_kv_heads)
-                )
-                table[f"{name}_norm"] = norm_parameter(config, size)
+                heads = 1 if config.qk_norm != "all" else kv_heads if name == "key" else config.num_heads
+                table[f"{name}_norm"] = norm_parameter(config, heads * dim)
         if config.sinks:
             table["sinks"] = Parameter((config.num_heads,), ("heads",))
         return table
@@ -75,33 +83,49 @@ class Attention(Mixer):
         return self._output(config, arrays, mixed, gate), pool
 
     def page_row(self, config: ModelConfig) -> tuple[int, ...]:
-        return 2 * config.num_kv_heads, config.head_dim
+        kv_heads, dim = self.sizes(config)
+        return 2 * kv_heads, dim
 
     def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
-        return {"heads": ("query heads", config.num_heads), "kv_heads": ("kv heads", config.num_kv_heads)}
+        return {"heads": ("query heads", config.num_heads), "kv_heads": ("kv heads", self.sizes(config)[0])}
 
     def mixing_flops(self, config: ModelConfig, length: int) -> float:
         length = length if self.window is None else min(length, self.window)
-        return 4.0 * config.num_heads * config.head_dim * length
+        return 4.0 * config.num_heads * self.sizes(config)[1] * length
 
     def ring_features(self, config: ModelConfig) -> int:
-        return 2 * config.num_kv_heads * config.head_dim
+        return 2 * math.prod(self.sizes(config))
+
+    def part(self, devices: int) -> Self:
+        if self.num_kv_heads is None:
+            return self
+        return dataclasses.replace(self, num_kv_heads=max(self.num_kv_heads // devices, 1))
+
+    def sizes(self, config: ModelConfig) -> tuple[int, int]:
+        """Heads of keys, and features of a head."""
+        return self.num_kv_heads or config.num_kv_heads, self.head_dim or config.head_dim
 
     def _heads(self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE) -> tuple[Any, ...]:
         """Queries, keys and values `[batch, seq, heads, head_dim]` of the heads that the device has, and the logits of
         the output's gate (None without).
         """
-        heads, gate = {}, None
+        heads, gate, dim = {}, None, self.sizes(config)[1]
         for name in ("query", "key", "value"):
+            if name == "value" and self.shared_value:
+                continue
             y = checkpoint_name(linear(x, arrays[name], arrays.get(f"{name}_bias")), name)
             scale = arrays.get(f"{name}_norm")
             if config.output_gate and name == "query":  # a head's queries, then its gate
-                y, gate = jnp.split(y.reshape(*x.shape[:-1], -1, 2 * config.head_dim), 2, axis=-1)
+                y, gate = jnp.split(y.reshape(*x.shape[:-1], -1, 2 * dim), 2, axis=-1)
                 y = y.reshape(*x.shape[:-1], -1)
             if config.qk_norm == "all" and scale is not None:
                 y = _norm_of_heads(config, y, scale, axes)
-            y = y.reshape(*x.shape[:-1], y.shape[-1] // config.head_dim, config.head_dim)
+            y = y.reshape(*x.shape[:-1], y.shape[-1] // dim, dim)
+            if name == "key" and self.shared_value:
+                heads["value"] = y
             heads[name] = norm(config, y, scale) if config.qk_norm == "head" and scale is not None else y
+        if config.value_norm:
+            heads["value"] = vishwamai.rms_norm(heads["value"], None, eps=config.norm_eps)
         return heads["query"], heads["key"], heads["value"], gate
 
     def _rotated(self, config: ModelConfig, arrays: Arrays, query: Any, key: Any, *positions: Any) -> tuple[Any, Any]:
@@ -114,7 +138,7 @@ class Attention(Mixer):
     def _output(self, config: ModelConfig, arrays: Arrays, mixed: Any, gate: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)
-        flat = checkpoint_name(mixed.reshape(*mixed.shape[:-2], mixed.shape[-2] * config.head_dim), "mixed")
+        flat = checkpoint_name(mixed.reshape(*mixed.shape[:-2], mixed.shape[-2] * mixed.shape[-1]), "mixed")
         return linear(flat, arrays["output"], axes.once(arrays.get("output_bias")))
 
 

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
@@ -34,6 +35,7 @@ NORM_TENSORS: Mapping[str, Tensor] = {
     )
     for suffix, kind in (("", "weight"), ("_bias", "bias"))
 }
+NORM_TENSORS = {**NORM_TENSORS, "layer_scale": Tensor(PREFIX + "layer_scalar")}
 NORMS: Mapping[str, tuple[str, ...]] = {
     "pre": ("attention_norm", "mlp_norm"),
     "post": ("attention_post_norm", "mlp_post_norm"),
@@ -69,6 +71,8 @@ class LayerKind:
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """The parameters of one layer by name."""
         norms = {key: p for name in NORMS[config.norms] for key, p in norm_parameters(config, name).items()}
+        if config.layer_scale:
+            norms["layer_scale"] = Parameter((1,), (None,), "ones")
         return {**norms, **self.mixer.parameters(config), **self.feed_forward.parameters(config)}
 
 
@@ -111,7 +115,11 @@ def layer(
     x = checkpoint_name(x, "mlp_input")
     out, load = kind.feed_forward(config, arrays, x, axes, token_mask)
     out = axes.total(out + mixed if parallel else out)
-    return (stream, _leave(config, arrays, "mlp_post_norm", out)), pool, load
+    out = _leave(config, arrays, "mlp_post_norm", out)
+    if config.layer_scale:
+        scale = jax.lax.stop_gradient(arrays["layer_scale"]).astype(stream.dtype)
+        stream, out = stream * scale, out * scale
+    return (stream, out), pool, load
 
 
 def _enter(config: ModelConfig, arrays: Arrays, name: str, carry: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -137,6 +137,10 @@ class Mixer:
             "engine has pages of keys and values only. Such a model trains, and `Decoder` computes whole sequences."
         )
 
+    def part(self, devices: int) -> Self:
+        """The mixer of one of so many devices of the mesh axis "tensor", in sizes that are its own."""
+        return self
+
     def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
         """What mesh axes may split, by logical axis: a noun in the plural, and the number."""
         raise NotImplementedError
