@@ -83,7 +83,7 @@ class ModelConfig:
     ...     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
     ...     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
     ...     "max_position_embeddings": 512, "rope_theta": 500000.0})
-    >>> config.head_dim, config.layers[0].rope.theta, config.to_dict()["architectures"]
+    >>> config.head_dim, config.layers[0].mixer.rope.theta, config.to_dict()["architectures"]
     (16, 500000.0, ['LlamaForCausalLM'])
     """
 
