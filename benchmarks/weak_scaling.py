@@ -43,8 +43,9 @@ from vishwamai.planning.mesh_links import links_of
 from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.serving import size
 from vishwamai.planning.speed import training_speed, training_time
-from vishwamai.planning.training import trace_training, training_step
+from vishwamai.planning.training import trace_training
 from vishwamai.training.config import TrainConfig
+from vishwamai.training.program import training_step
 
 LLAMA_70B = LLAMA_8B | {
     "num_hidden_layers": 80,

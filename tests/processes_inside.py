@@ -33,7 +33,7 @@ from vishwamai.parallel import (
     shardings,
     to_zigzag,
 )
-from vishwamai.training.layout import fetched
+from vishwamai.training.together import fetched
 
 
 def whole(tree: Any) -> list[np.ndarray]:

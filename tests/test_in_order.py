@@ -11,12 +11,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import rotation
-import vishwamai.training.layout
+import vishwamai.training.gather
 from test_training import small
 from vishwamai.core.hlo import Module, parse_module
 from vishwamai.parallel.in_order import among_processes, in_order
 from vishwamai.training.data import training_batches
-from vishwamai.training.run import make_job, train
+from vishwamai.training.job import make_job
+from vishwamai.training.run import train
 
 TALKS = {"all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all"}
 
@@ -93,13 +94,13 @@ def test_each_collective_needs_the_one_before():
 def test_training_steps(tmp_path, mesh, remat, monkeypatch):
     config = small(tmp_path, steps=2, batch_size=8, microbatches=2, mesh=mesh, remat=remat)
     plain = list(train(config, tmp_path / "plain"))
-    monkeypatch.setattr(vishwamai.training.layout, "among_processes", in_order)
+    monkeypatch.setattr(vishwamai.training.gather, "among_processes", in_order)
     ordered = list(train(config, tmp_path / "ordered"))
     assert [(r.loss, r.gradient_norm) for r in plain] == [(r.loss, r.gradient_norm) for r in ordered]
     (tmp_path / "job").mkdir()
     job, state = make_job(config, tmp_path / "job")
     batch = job.layout.put_batch(next(iter(training_batches(job.corpus, 0, 8, *job.layout.reader))))
-    assert not free(job.step.func.lower(state, batch, **job.step.keywords).compile())
+    assert not free(job.jitted_step.lower(state, batch, job.frozen).compile())
 
 
 def test_one_process_runs_what_was_written():

@@ -15,7 +15,7 @@ from vishwamai.core.hardware import tpu_for
 from vishwamai.parallel import axis_links, configure_tpu_mesh, make_mesh, torus
 from vishwamai.parallel.mesh import laid_out
 from vishwamai.training.config import MeshSection
-from vishwamai.training.mesh import make_layout
+from vishwamai.training.sharding import make_layout
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 

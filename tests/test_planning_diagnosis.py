@@ -12,12 +12,13 @@ import rotation
 from vishwamai import aot, planning
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError, KernelError
-from vishwamai.planning import Change, Estimate, advice, search, training
+from vishwamai.planning import Change, Estimate, advice, search
 from vishwamai.planning.advice import alternatives, explain_training, training_changes
 from vishwamai.planning.diagnosis import ranked
 from vishwamai.planning.peak import peak_memory, read_dump
 from vishwamai.planning.program import Argument
 from vishwamai.planning.speed import training_time
+from vishwamai.planning.training import trace_training
 from vishwamai.training.config_file import from_dict, read_config, to_dict
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
@@ -234,17 +235,14 @@ def test_the_first_change_of_the_example_makes_it_fit(monkeypatch):
     config = read_config(EXAMPLE)
     with planning.Compiler() as compiler:
         found = explain_training(config, "v5e", compiler)
-        assert (
-            not found.fits
-            and found.peak.total.value == compiler.probe(training.trace_training(config, "v5e")).total.value
-        )
+        assert not found.fits and found.peak.total.value == compiler.probe(trace_training(config, "v5e")).total.value
         uses = found.peak.by_use
         assert uses["activations"] > 0.3 * found.peak.total.value and uses["gaps"] < 0.2 * found.peak.total.value
         assert any("'up'" in one.path for one in found.peak.arrays)
         assert any("gated_linear_unit" in one.source for one in found.peak.arrays)
         first = found.changes[0]
         assert first.config is not None and first.words == "remat=dots" in EXAMPLE.read_text()
-        again = compiler.probe(training.trace_training(first.config, "v5e"))  # kept
+        again = compiler.probe(trace_training(first.config, "v5e"))  # kept
     assert first.fits and again.fits and again.total == first.probe
     assert "1. remat=dots" in str(found)
 

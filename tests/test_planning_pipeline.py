@@ -26,14 +26,14 @@ from vishwamai.planning.search import candidates, plan_training
 from vishwamai.planning.speed import training_time
 from vishwamai.planning.stages import microbatches_kept, stretch
 from vishwamai.planning.timeline import Follower
-from vishwamai.planning.training import model_config, on_slice, trace_training
+from vishwamai.planning.training import trace_training
 from vishwamai.training.checks import check
 from vishwamai.training.config_file import from_dict
-from vishwamai.training.layout import batch_spec
-from vishwamai.training.mesh import make_layout
-from vishwamai.training.model import split
+from vishwamai.training.model import model_config, split
+from vishwamai.training.pipeline.stages import cut, make_stages
 from vishwamai.training.program import make_loss, make_step
-from vishwamai.training.stages import cut, make_stages
+from vishwamai.training.sharding import batch_spec, make_layout
+from vishwamai.training.slices import on_slice
 from vishwamai.training.step import initial_state, update_rule
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")

@@ -37,7 +37,7 @@ from vishwamai.planning.speed import training_speed, training_time
 from vishwamai.planning.timeline import Follower, trip_count
 from vishwamai.training.config import MeshSection
 from vishwamai.training.config_file import from_dict
-from vishwamai.training.mesh import make_layout
+from vishwamai.training.sharding import make_layout
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 CHIP = TPUS["v5e"]

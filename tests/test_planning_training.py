@@ -38,9 +38,9 @@ from vishwamai.planning.residuals import residual_bytes
 from vishwamai.planning.search import candidates, plan_training
 from vishwamai.planning.serving import Serving, kv_bytes_per_token
 from vishwamai.planning.speed import training_speed, training_time
-from vishwamai.planning.training import training_step
 from vishwamai.training.config import MeshSection
 from vishwamai.training.config_file import from_dict, read_config
+from vishwamai.training.program import training_step
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 

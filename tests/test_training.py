@@ -39,7 +39,7 @@ from vishwamai.training.data import held_out_batches, prepare
 from vishwamai.training.model import split
 from vishwamai.training.optimizers import groups, optimizer, path_names, schedule
 from vishwamai.training.packing import IGNORED
-from vishwamai.training.parts import parameter_name
+from vishwamai.training.parameter_names import parameter_name
 from vishwamai.training.preferences import answer_logprobs
 from vishwamai.training.records import Record, read_records
 from vishwamai.training.run import train
@@ -834,9 +834,9 @@ def test_the_memory_of_a_step_grows_by_the_same_bytes_with_each_row_of_a_microba
     from flax import nnx
 
     from vishwamai.models import Decoder
-    from vishwamai.training.layout import Layout
     from vishwamai.training.model import model_config, split
     from vishwamai.training.program import make_loss, make_step
+    from vishwamai.training.sharding import Layout
     from vishwamai.training.step import update_rule
 
     def bytes_needed(rows, microbatches=1):
@@ -973,11 +973,11 @@ def test_records_go_on_from_a_step_in_both_files(tmp_path):
     shown = {"gradient_norm": 1.0, "skipped": 0, "overload": 2.0, "skips": 0}
     for last, steps in ((0, 4), (2, 1)):
         with RecordFiles(tmp_path, last, tensorboard=True) as files:
-            meter.at = last
+            meter.steps = last
             for _ in range(steps):
                 with meter.step():
                     pass
-                files.write(meter.record(shown | {"loss": float(10 * last + meter.at)}, 0.1, None))
+                files.write(meter.record(shown | {"loss": float(10 * last + meter.steps)}, 0.1, None))
     kept = read_records(tmp_path / "metrics.jsonl")
     assert [(record.step, record.loss) for record in kept] == [(1, 1.0), (2, 2.0), (3, 23.0)]
     assert [one for one in scalars() if one[1] == "loss"] == [(1, "loss", 1.0), (2, "loss", 2.0), (3, "loss", 23.0)]

@@ -14,8 +14,8 @@ from test_training import step_by_batch
 from vishwamai.core import ffi
 from vishwamai.training import step as training_step
 from vishwamai.training.config import GroupSection, OptimizerSection, TrainConfig
-from vishwamai.training.layout import ALL, Layout
 from vishwamai.training.optimizers import optimizer, schedule
+from vishwamai.training.sharding import ALL, Layout
 from vishwamai.training.step import initial_state, updated
 
 pytestmark = pytest.mark.skipif(ffi.why_not() is not None, reason="needs the native CPU kernels")

@@ -14,11 +14,11 @@ from vishwamai.core.target import Target
 from vishwamai.planning.analytic import training_memory
 from vishwamai.planning.batch import throughput_bound
 from vishwamai.planning.speed import training_speed, training_time
-from vishwamai.planning.training import planned_parts
 from vishwamai.training.checks import check
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import from_dict, read_config
+from vishwamai.training.program import program_on
 from vishwamai.training.records import read_records
 
 NARROW = ["v4", "v5e:2x2", "tpu7x", "sm_80", "a100", "h200", "sm_120", "mi300x", "cpu:avx512_bf16", "cpu:amx"]
@@ -86,7 +86,7 @@ def test_a_plan_is_of_bfloat16():
     step = training_time(config, target)
     assert step == training_time(explicit, target)
     assert training_speed(config, target, step).dtype == "bfloat16"
-    parts = planned_parts(config)
+    parts = program_on(target, config).shapes.parts
     assert parts.merge(parts.params).dtype == "bfloat16"
 
 

@@ -17,8 +17,9 @@ from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.training.config import MeshSection
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
 from vishwamai.training.fp8_products import TENSORS, FP8Weight, Recipe
-from vishwamai.training.mesh import make_layout
+from vishwamai.training.gather import over_devices
 from vishwamai.training.run import train
+from vishwamai.training.sharding import make_layout
 from vishwamai.training.step import accumulated
 
 MOE = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -127,7 +128,7 @@ def test_magnitudes_are_those_of_all_microbatches_and_devices():
         return total, {"loss": total}
 
     layout = make_layout(MeshSection(data=4), params, {"up": (None, None)}, 4, 1)
-    spread = layout.over_devices(functools.partial(accumulated, loss, microbatches=1), trained)
+    spread = over_devices(layout, functools.partial(accumulated, loss, microbatches=1), trained)
     for gradients, sums in (accumulated(loss, trained, batch, 1.0, microbatches=4), spread(trained, batch, 1.0)):
         largest = gradients[SCALES]["layers/0/up"]
         assert (float(largest["input"]), float(largest["weight"]), float(largest["gradient"])) == (7.0, 0.5, 1.0)

@@ -15,11 +15,12 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, save_pretrained
 from vishwamai.models.checkpoint import quantized
 from vishwamai.training.config import LoraSection, MeshSection
+from vishwamai.training.job import make_job
 from vishwamai.training.lora import initial_adapters
-from vishwamai.training.mesh import make_layout
 from vishwamai.training.model import split
 from vishwamai.training.remat import activation_names
-from vishwamai.training.run import make_job, train
+from vishwamai.training.run import train
+from vishwamai.training.sharding import make_layout
 from vishwamai.training.tokens import make_tokenizer
 
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 32}
@@ -140,7 +141,7 @@ def test_stages_hold_their_layers_frozen_with_their_adapters(tmp_path):
     begin = start(tmp_path, DEEP)
     config = adapting(tmp_path, begin, {"pipeline": 2, "fsdp": 2}, lora={"quantize": "int8"}, microbatches=2)
     job, state = make_job(config, tmp_path / "run")
-    frozen = job.step.keywords["frozen"]["layers"][0]["query"]
+    frozen = job.frozen["layers"][0]["query"]
     assert isinstance(frozen, QTensor) and frozen.values.dtype == "int8"
     assert frozen.values.addressable_shards[0].data.shape == (2, 32, 64)  # of 4 layers of 64 x 64
     assert frozen.scales.addressable_shards[0].data.shape == (2, 1, 64)  # one for each column

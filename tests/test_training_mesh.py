@@ -14,8 +14,9 @@ import pytest
 import rotation
 from test_training import LLAMA, LOSSES, MIXTRAL, small, tensors
 from vishwamai.core.errors import ConfigError
-from vishwamai.training.rounding import to_bfloat16
-from vishwamai.training.run import make_job, train
+from vishwamai.training.gather import to_bfloat16
+from vishwamai.training.job import make_job
+from vishwamai.training.run import train
 
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -50,7 +51,7 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def narrow_lanes(monkeypatch):
     """The tables of these small models are used in parts, as those of large ones are."""
-    monkeypatch.setattr("vishwamai.training.mesh.LANES", 8)
+    monkeypatch.setattr("vishwamai.training.sharding.LANES", 8)
 
 
 def settings(folder, model, /, **changes):

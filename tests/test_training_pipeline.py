@@ -20,10 +20,10 @@ from vishwamai.parallel.pipeline.generators import GENERATORS
 from vishwamai.training.config import MeshSection, PipelineSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer
 from vishwamai.training.fp8_products import TENSORS
-from vishwamai.training.mesh import make_layout
+from vishwamai.training.pipeline.stages import Stages, make_stages
 from vishwamai.training.records import read_records
 from vishwamai.training.run import train
-from vishwamai.training.stages import Stages, make_stages
+from vishwamai.training.sharding import make_layout
 from vishwamai.training.step import initial_state
 
 DEEP = LLAMA | {"num_hidden_layers": 4}
@@ -135,7 +135,7 @@ def test_scales_lie_with_the_layers_of_their_stage():
     assert placed.scales["layers/0/query"]["input"].tolist() == [0, 3, 1, 2]
     alone = optimizer.init(stages.place({"layers": layers}))
     assert jax.tree.map(jnp.shape, placed) == jax.tree.map(jnp.shape, alone)
-    jax.tree.map(np.testing.assert_array_equal, stages.usual(placed), state._replace(scales=scales))
+    jax.tree.map(np.testing.assert_array_equal, stages.unplace(placed), state._replace(scales=scales))
 
 
 def test_each_stage_stores_a_part_of_embedding_and_head():
@@ -206,14 +206,14 @@ def test_layers_lie_where_the_schedule_has_them():
     placed = stages.place(state)
     assert placed.params["layers"][0]["query"][:, 0, 0].tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
     assert placed.optimizer.mu["layers"][0]["attention_norm"].shape == (8, 3)
-    back = stages.usual(placed)
+    back = stages.unplace(placed)
     jax.tree.map(np.testing.assert_array_equal, back, state)
     assert jax.tree.structure(back) == jax.tree.structure(state)
 
     stacked = dataclasses.replace(stages, stacked=True)
     usual = {"layers": {0: {"query": jnp.arange(8)}}}
     assert stacked.place(usual)["layers"][0]["query"].tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert stacked.usual(stacked.place(usual))["layers"][0]["query"].tolist() == list(range(8))
+    assert stacked.unplace(stacked.place(usual))["layers"][0]["query"].tolist() == list(range(8))
     assert dataclasses.replace(stages_of(DEEP, False), stacked=True).unchanged
 
 
@@ -222,7 +222,7 @@ def test_layers_of_a_period_stay_together():
     stages = stages_of(GEMMA2, False, stages=2)
     found = stages.place({"layers": layers})["layers"]
     assert [found[place]["query"][:, 0, 0].tolist() for place in (0, 1)] == [[0, 2], [1, 3]]
-    jax.tree.map(np.testing.assert_array_equal, stages.usual({"layers": found})["layers"], layers)
+    jax.tree.map(np.testing.assert_array_equal, stages.unplace({"layers": found})["layers"], layers)
 
 
 def test_the_config_has_the_names_of_all_schedules():

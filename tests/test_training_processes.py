@@ -11,9 +11,9 @@ import yaml
 
 from test_processes import finish, start
 from test_training import LLAMA, small, small_values, tensors
-from vishwamai.training.layout import Layout
 from vishwamai.training.records import read_records
 from vishwamai.training.run import train
+from vishwamai.training.sharding import Layout
 
 
 def values(folder, mesh):
@@ -146,7 +146,7 @@ class Device:
 def test_processes_read_the_rows_that_their_devices_have(shape, processes, reader):
     from types import SimpleNamespace
 
-    from vishwamai.training.layout import ALL
+    from vishwamai.training.sharding import ALL
 
     devices = np.array([Device(p) for p in processes]).reshape(shape)
     layout = Layout(SimpleNamespace(devices=devices, shape=dict(zip(ALL, shape))))  # pyright: ignore[reportArgumentType]

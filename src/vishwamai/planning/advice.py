@@ -17,8 +17,9 @@ from vishwamai.planning.controller import REMAT
 from vishwamai.planning.diagnosis import Change, Diagnosis, ranked
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.speed import training_time
-from vishwamai.planning.training import narrower_moments, on_slice, trace_training, why_no_stages
+from vishwamai.planning.training import trace_training
 from vishwamai.training.config import TrainConfig
+from vishwamai.training.slices import on_slice, why_no_stages
 
 MOST = 6
 """Changes that are probed."""
@@ -30,7 +31,7 @@ def explain_training(
     """What lies in the memory of one device at the peak of a training step; if that does not fit, what to change.
 
     Args:
-      config: of the step. target: the slice.
+      config: configuration of the step. target: slice.
       compiler: the process to ask. report: called with a line of text before each step that takes time.
 
     Raises: as `planning.training.trace_training`, and as `explain_memory`.
@@ -48,7 +49,7 @@ def training_changes(
     """The changes that save memory, each probed, the cheapest that fits first; at most `MOST`.
 
     Args:
-      config: of the step that is too large. target: the slice.
+      config: configuration of the step that is too large. target: the slice.
       compiler: the process to ask. report: called with a line of text before each probe.
 
     Raises: as `planning.training.trace_training` for the configuration itself.
@@ -92,6 +93,17 @@ def training_changes(
             continue
         changes.append(dataclasses.replace(change, probe=cost_estimate.total))
     return ranked(changes)
+
+
+def narrower_moments(config: TrainConfig) -> Iterator[TrainConfig]:
+    """The configuration with the optimizer's moments in fewer bits, which changes numbers.
+
+    >>> [config.optimizer.moment_dtype for config in narrower_moments(TrainConfig())]
+    ['bfloat16', 'int8']
+    """
+    for dtype in {"float32": ("bfloat16", "int8"), "bfloat16": ("int8",)}.get(config.optimizer.moment_dtype, ()):
+        if dtype == "bfloat16" or config.optimizer.name == "adamw":
+            yield dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, moment_dtype=dtype))
 
 
 def alternatives(config: TrainConfig, target: str) -> Iterator[tuple[str, TrainConfig]]:

@@ -15,10 +15,11 @@ from vishwamai.planning.analytic import Breakdown, serving_memory, training_memo
 from vishwamai.planning.compiler import Compiler, ProgramMemory
 from vishwamai.planning.figures import Level
 from vishwamai.planning.serving import Serving, trace_serving
-from vishwamai.planning.training import TPU, trace_training
+from vishwamai.planning.training import trace_training
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import from_dict
+from vishwamai.training.slices import TPU
 
 PURPOSES = ("training", "serving")
 SERVED = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn")
@@ -29,7 +30,8 @@ class Allocation(dict[str, int]):
     """Bytes of one device by class, with "total" and "free", which is negative where the step does not fit.
 
     Attributes:
-      level: of all figures, "analytic". target: the chip or slice. limit: bytes that the compiler lets one device use.
+      level: level of all figures, "analytic". target: chip or slice.
+      limit: bytes that the compiler lets one device use.
       subject: the training configuration, or what is served.
     """
 

@@ -26,18 +26,19 @@ from vishwamai.models import ModelConfig
 from vishwamai.ops.loss.gathered import PIECE_BYTES
 from vishwamai.planning.exchange import experts_room, rows_in_pieces
 from vishwamai.planning.figures import Estimate
-from vishwamai.planning.residuals import residual_bytes
+from vishwamai.planning.residuals import residual_bytes, share_of
 from vishwamai.planning.serving import Serving, size
 from vishwamai.planning.stages import Slot, slot_of
-from vishwamai.planning.training import on_slice, share_of, training_step
+from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer
-from vishwamai.training.layout import Layout, batch_specs
-from vishwamai.training.mesh import make_layout, row_parts
-from vishwamai.training.parts import LAYERS
-from vishwamai.training.program import TrainingStep
-from vishwamai.training.rounding import keeps_narrow, rounds
-from vishwamai.training.stages import cut
+from vishwamai.training.gather import keeps_narrow, rounds
+from vishwamai.training.model import model_shapes
+from vishwamai.training.parameter_names import LAYERS
+from vishwamai.training.pipeline.stages import cut
+from vishwamai.training.program import TrainingStep, training_step
+from vishwamai.training.sharding import Layout, batch_specs, make_layout, row_parts
+from vishwamai.training.slices import TPU, on_slice
 
 Tree = Any
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "kv", "temporaries")
@@ -78,7 +79,7 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
 
     Needs no compiler; takes seconds the first time for a model and a policy, and milliseconds after that.
 
-    Raises: as `planning.training.on_slice` and `training_step`.
+    Raises: as `training.slices.on_slice` and `training.program.training_step`.
     """
     config = on_slice(config, target)
     shapes, lay = _shapes(_key(config)), _layout(_key(config), config.mesh)
@@ -120,7 +121,7 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     # At the end of the backward pass: the embedding's gradient whole, before it is split, and what it is made of.
     embedding = 0.0 if lay.in_parts else 3.0 * table if split else table
     # The sum of the microbatches before is alive all the time. The one with this microbatch is a second one from the
-    # end on, except where the gradients are summed over devices first (`Layout.summed`): they are then added in place.
+    # end on, except where the gradients are summed over devices first (`gather.summed`): they are then added in place.
     before = gradients if wide else 0.0
     peak = max(backward + before, embedding + (1 if split else 2) * before)
     activations = min(rows * row, peak)
@@ -191,7 +192,7 @@ def _for_tpus(config: TrainConfig) -> Iterator[None]:
 @functools.lru_cache(maxsize=256)
 def _slots(key: _Key) -> tuple[Slot, Slot]:
     """Of one row on a device, and of two."""
-    step, mesh = training_step(key.config), key.config.mesh
+    step, mesh = _shapes(key), key.config.mesh
     layout = _device_layout(step, mesh)
     with _for_tpus(key.config):
         single, double = (slot_of(step, layout, rows * mesh.expert) for rows in (1, 2))
@@ -230,7 +231,7 @@ class _Key:
 def _key(config: TrainConfig, **keys: Any) -> _Key:
     """Without what neither shapes nor kept bytes depend on, so that many configurations have one key."""
     alike = dataclasses.replace(
-        config,
+        resolved(config, TPU),
         batch_size=1,
         optimization=config.optimization.of_kernels,
         steps=1,
@@ -328,7 +329,7 @@ def _residuals(config: TrainConfig, fused: bool = False) -> tuple[float, float]:
 def _residuals_per_device(key: _Key, tensor: int, expert: int, fused: bool) -> tuple[float, float]:
     """Of a device of `mesh.tensor` and `mesh.expert`."""
     model = share_of(_shapes(key).parts.config, tensor)
-    step = training_step(key.config, model)
+    step = training_step(key.config, model_shapes(key.config, model))
     layout = _device_layout(step, MeshSection(expert=expert))
     update, attach_scales = step.update_rule()
     loss, params = step.loss(layout, attach_scales), step.state.params

@@ -15,10 +15,12 @@ from vishwamai.planning.allocation import llama_like, training_config
 from vishwamai.planning.analytic import training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.figures import LEVELS, Level
-from vishwamai.planning.training import TPU, model_config, trace_training
+from vishwamai.planning.training import trace_training
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
+from vishwamai.training.model import model_config
+from vishwamai.training.slices import TPU
 
 Memory = Callable[[int], float]
 

@@ -35,7 +35,7 @@ def calibrate(
     full size, else the roofline. On other devices rows are measured alone.
 
     Args:
-      cases: what to run, of `bench.runner.steps`. settings: how long. layer: whether to measure one.
+      cases: cases to run, of `bench.runner.steps`. settings: durations. layer: True to measure a layer.
       report: called before each, with a line of text and the seconds that are left, where known.
     """
     device, chip = libtpu.local_devices()[0], _chip_here()

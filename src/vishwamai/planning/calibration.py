@@ -59,7 +59,7 @@ class Calibration:
 
     Attributes:
       device: its name. chip: the TPU as this library calls it; None for others.
-      versions: of the packages. rows: what ran.
+      versions: versions of the packages. rows: measured cases.
     """
 
     device: str

@@ -59,9 +59,9 @@ class ProgramMemory:
       target: the chip or slice.
       total: bytes while the program runs, its arguments included; its level says how they were found.
       limit: bytes that the compiler lets one device use.
-      parts: of a program that was compiled: "arguments", "outputs", "temporaries", "code" and "aliased" (outputs that
+      parts: bytes of a compiled program: "arguments", "outputs", "temporaries", "code" and "aliased" (outputs that
         lie in donated arguments, which `total` counts once). Empty for a probe.
-      allocations: of a program that does not fit: its largest allocations, where the compiler names them.
+      allocations: for a program that does not fit, its largest allocations, where the compiler names them.
     """
 
     target: str

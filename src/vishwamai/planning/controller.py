@@ -24,9 +24,9 @@ class MemorySettings(dict[str, int]):
 
     Attributes:
       microbatches: parts of the batch that are computed one after another; it divides the batch.
-      remat: what the backward pass keeps, one of `REMAT`.
+      remat: policy of the backward pass, one of `REMAT`.
       predicted: bytes of the step's peak with these settings, by the rule of `optimize_memory_usage`.
-      fits: whether that is within the target.
+      fits: True where that is within the target.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ def optimize_memory_usage(
       batch_size: rows of a step on one device.
       fixed_memory: bytes of the peak that do not depend on the batch: parameters, gradients, optimizer. None takes them
         from the dict, and 0 without one.
-      settings: those of the step that took `peak_memory`; None for one microbatch that keeps everything.
+      settings: settings of the step that took `peak_memory`; None for one microbatch that keeps everything.
 
     Returns:
       The rows of a microbatch, and the settings, a dict of the bytes by class with them. If nothing fits, the settings

@@ -34,7 +34,7 @@ class Change:
       probe: bytes after the change; None where the compiler declines the program, and `declined` says why.
       limit: bytes that the compiler lets one device use.
       config: the changed configuration; None for a function.
-      rounds: whether the program's numbers change too.
+      rounds: True where the program's numbers change too.
     """
 
     words: str
@@ -79,7 +79,7 @@ class Diagnosis:
     """Why a program takes the memory that it takes, and what to change. Printing it gives both in words.
 
     Attributes:
-      peak: what is alive at the program's peak.
+      peak: arrays that are alive at the program's peak.
       changes: each probed; those that fit first, the cheapest in time first. Empty where the program fits.
       hints: changes that only the author of the program can make, which were not probed.
     """

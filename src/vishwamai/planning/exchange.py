@@ -20,9 +20,8 @@ from vishwamai.ops.moe.exchange_times import pays
 from vishwamai.parallel import ExchangeEstimate, estimate_exchange
 from vishwamai.planning.mesh_links import links_of
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.layout import PIPELINE, TOKENS
-from vishwamai.training.mesh import row_parts
-from vishwamai.training.stages import cut
+from vishwamai.training.pipeline.stages import cut
+from vishwamai.training.sharding import PIPELINE, TOKENS, row_parts
 
 Split = Mapping[tuple[str, ...], float]
 """Bytes of a device's trained parameters, by the mesh axes that split them."""
@@ -41,13 +40,13 @@ def exchange_seconds(
 
     Args:
       config: the step, whose mesh has all devices of `target`. model: which it trains.
-      parameters: what a device has of them.
+      parameters: bytes of a device's part of them.
       recomputed: share of the forward pass that is computed again.
-      frozen: as `parameters`, of those that stay as they are.
+      frozen: bytes as `parameters`, of those without gradients.
       embedding: bytes of a device's `parameters` that are an embedding which "fsdp" splits and no device gathers:
         devices exchange the rows of its result, and those of their gradients.
 
-    Raises: as `estimate_collective`, and as `training.stages.cut`.
+    Raises: as `estimate_collective`, and as `training.pipeline.stages.cut`.
     """
     mesh = config.mesh
     wide = jnp.dtype(config.model.param_dtype).itemsize

@@ -23,7 +23,7 @@ class Estimate:
 
     Attributes:
       value: the figure.
-      level: how it was made, one of `LEVELS`.
+      level: source of the figure, one of `LEVELS`.
       unit: "bytes", "s", "B/s", or "of peak" for a share of a device's peak.
 
     >>> whole = Estimate(2 << 30, "verified") + Estimate(1 << 30, "analytic")
@@ -60,7 +60,7 @@ class Measurement:
 
     Attributes:
       value: the figure.
-      device: what it was taken on, such as `jax.Device.device_kind`.
+      device: device of the measurement, such as `jax.Device.device_kind`.
       unit: "bytes", "s", "B/s", or "of peak" for a share of a device's peak.
 
     >>> print(Measurement(3 << 20, "cpu"))

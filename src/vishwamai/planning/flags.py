@@ -39,9 +39,9 @@ class FlagTrial:
 
     Attributes:
       options: names and values; empty for the baseline.
-      time: of a step on one device, by the schedule; None where the compiler made no program.
+      time: seconds of a step on one device, by the schedule; None where the compiler made no program.
       memory: HBM of the compiled program; None as well.
-      fits: whether it fits the device.
+      fits: True where it fits the device.
       problem: why there is no program; None where there is one.
     """
 
@@ -66,9 +66,9 @@ class FlagTuning:
       baseline: the program without options.
       best: the fastest that fits; the baseline, where nothing gained.
       config: the options of `best`, accepted by the installed compiler.
-      trials: what was compiled, in the order of the trials, the baseline first.
+      trials: compiled programs in the order of the trials, the baseline first.
       untried: options that were left out, and why.
-      uncertain: what the baseline's schedule does not tell, so that times are less certain.
+      uncertain: figures that the baseline's schedule does not tell, so that times are less certain.
     """
 
     target: str

@@ -15,7 +15,7 @@ from vishwamai.core.links import AxisLinks, box_links
 from vishwamai.core.target import Target
 from vishwamai.parallel.mesh import on_sides
 from vishwamai.training.config import MeshSection
-from vishwamai.training.layout import ALL
+from vishwamai.training.sharding import ALL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ def links_of(mesh: MeshSection, target: str, *axes: str) -> AxisLinks:
     Devices that are neither a box of the slice nor evenly spaced share links with others: they count as a line.
 
     Args:
-      mesh: which has all devices of the target. target: a chip or slice.
+      mesh: mesh that has all devices of the target. target: a chip or slice.
 
     >>> links_of(MeshSection(data=4, tensor=4), "v5e:4x4", "tensor").sides
     (4,)

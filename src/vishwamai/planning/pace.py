@@ -16,7 +16,7 @@ class Pace:
     """The seconds of probes and compilations.
 
     Args:
-      verify: whether programs that fit are compiled.
+      verify: True to compile programs that fit.
     """
 
     def __init__(self, verify: bool):

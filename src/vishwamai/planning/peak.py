@@ -38,8 +38,9 @@ class LiveArray:
       use: "parameters", "optimizer", "batch" or "arguments" for what the caller passes; "activations" for what the
         forward pass keeps, "gradients" for arrays of a parameter's shape from the backward pass, "temporaries" for the
         rest.
-      nbytes: of all of them, on one device. count: how many there are. shape: of each, such as "bf16[8,2048]".
-      path: of an argument, such as "[0].params['embed']"; "" for others.
+      nbytes: bytes of all of them, on one device. count: number of arrays.
+      shape: shape of each, such as "bf16[8,2048]".
+      path: path of an argument, such as "[0].params['embed']"; "" for others.
       source: the operation that made it, such as "attention_forward"; "" where the program does not say.
       where: its line in the source, such as "blocks.py:123"; "" where the program does not say.
     """
@@ -64,7 +65,7 @@ class PeakMemory:
 
     Attributes:
       target: the chip or slice. total: bytes that the compiler asks for. limit: bytes that it lets one device use.
-      arrays: what is alive at the peak, the largest first.
+      arrays: arrays that are alive at the peak, the largest first.
     """
 
     target: str
@@ -252,7 +253,7 @@ def peak_memory(program: Program, needed: float, arrays: Iterable[Mapping[str, A
     """What `read_dump` found, in words: arguments by their paths, arrays of one origin together.
 
     Args:
-      program: which was compiled. needed: bytes that the compiler asks for. arrays: of `read_dump`.
+      program: program that was compiled. needed: bytes that the compiler asks for. arrays: result of `read_dump`.
     """
     arrays = [*arrays]
     passed = [array for array in arrays if array["argument"] is not None]

@@ -29,7 +29,7 @@ class TargetEstimate:
       step: seconds of a step, by the schedule of the compiled program.
       mfu: share of the chip's published peak that the step's FLOP reach in this time.
       memory: HBM of the compiled program.
-      uncertain: what the schedule does not tell, so that the time is less certain.
+      uncertain: figures that the schedule does not tell, so that the time is less certain.
     """
 
     target: str
@@ -48,21 +48,21 @@ class ProfileResults:
     """What `TPUProfiler.profile_execution` found; `print` gives it as a table.
 
     Attributes:
-      name: of the model and its inputs.
-      device: what it ran on.
+      name: names of the model and its inputs.
+      device: device that it ran on.
       times: seconds of every measured step, in order.
       compiling: seconds of tracing and compiling.
       flops: FLOP of a step. flops_source: how they were counted.
       mfu: share of the devices' peak that the FLOP reach in the median step; None where it is not known.
-      peaks: what the peak is, in words: published or measured.
+      peaks: source of the peak, in words: published or measured.
       bandwidth: bytes of arguments and results, moved once, by the median step: the memory moves at least these.
       memory: peak of one device by the plan of the compiled program. memory_parts: its parts.
-      device_peak: what the device's allocator counted at most; None on devices without a counter.
+      device_peak: most bytes that the device's allocator counted; None on devices without a counter.
       operations: time by operation of the traced steps, longest first. The traced steps are not among `times`.
       trace: the file that xprof reads; None where no directory was given.
-      busy: what is to be said of other processes on this machine; "" where they used little.
-      notes: what else a reader must know.
-      estimate: for the profiler's target; None without one.
+      busy: warning about other processes on this machine; "" where they used little.
+      notes: further remarks.
+      estimate: estimate for the profiler's target; None without one.
     """
 
     name: str

@@ -50,10 +50,10 @@ class TPUProfiler:
 
     Args:
       target: a TPU whose estimate is made as well, such as "v5e"; needs libtpu and no TPU. None makes none.
-      trace_directory: where the trace is kept for xprof, created where it is missing; None keeps none.
-      dtype: of inputs that are given as shapes; None takes int32 for a `vishwamai.models.Decoder`, whose inputs are
+      trace_directory: directory of the trace for xprof, created where it is missing; None keeps none.
+      dtype: dtype of inputs that are shapes; None takes int32 for a `vishwamai.models.Decoder`, whose inputs are
         tokens, and float32 for others.
-      seed: of the inputs' values: floats are normal, tokens of a `Decoder` uniform over its vocabulary, other integers
+      seed: seed of the inputs: floats are normal, tokens of a `Decoder` uniform over its vocabulary, other integers
         0 or 1.
 
     Raises:
@@ -220,7 +220,7 @@ class _Subject:
 
 def _linen_variables(model: Any, inputs: Sequence[jax.ShapeDtypeStruct], seed: int) -> Any:
     try:
-        return jax.jit(model.init)(jax.random.key(seed), *(jnp.zeros(one.shape, one.dtype) for one in inputs))
+        return jax.jit(model.init)(jax.random.key(seed), *(jnp.zeros(x.shape, x.dtype) for x in inputs))
     except VishwamaiError:
         raise
     except Exception as error:  # of the caller's own model

@@ -22,7 +22,7 @@ from vishwamai.core.errors import DeviceError
 from vishwamai.core.installing import install_line
 from vishwamai.core.target import Target
 
-Known = Mapping[str, Sequence[Mapping[int, np.ndarray]]]
+ScalarOperands = Mapping[str, Sequence[Mapping[int, np.ndarray]]]
 
 FORMAT = 1
 """Counts up when what the compiler's process answers changes."""
@@ -33,8 +33,8 @@ class Argument:
     """One array argument of a program.
 
     Attributes:
-      path: where it stands in the caller's arguments, such as "[0].params['embed']".
-      nbytes: of one device's part of it, without padding.
+      path: path in the caller's arguments, such as "[0].params['embed']".
+      nbytes: bytes of one device's part of it, without padding.
       donated: the program may write its results there.
       place: its sharding, as `write_sharding` writes it; None on one device.
     """
@@ -50,13 +50,13 @@ class Program:
     """A traced program for one target.
 
     Attributes:
-      name: of the function. target: what it is for.
+      name: name of the function. target: target of the program.
       blob: the serialised export over the flat array arguments.
       arguments: the arrays, in the blob's order.
-      fingerprint: of the program, the target and the versions that compile it.
-      scalars: works out `known`.
+      fingerprint: digest of the program, the target and the versions that compile it.
+      read_scalars: computes `scalars`.
       ticks: the table of the schedule by which the stages of a pipeline run, `parallel.pipeline.ticks.Ticks.table`.
-      options: of the compiler, with which the program is compiled.
+      options: options of the compiler, with which the program is compiled.
     """
 
     name: str
@@ -64,16 +64,16 @@ class Program:
     blob: bytes = dataclasses.field(repr=False)
     arguments: tuple[Argument, ...] = dataclasses.field(repr=False)
     fingerprint: str = ""
-    scalars: Callable[[], Known] = dataclasses.field(default=dict, repr=False, compare=False)
+    read_scalars: Callable[[], ScalarOperands] = dataclasses.field(default=dict, repr=False, compare=False)
     ticks: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     options: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     @functools.cached_property
-    def known(self) -> Known:
+    def scalars(self) -> ScalarOperands:
         """Scalar operands of kernels that are known ahead, by kernel, call and operand; they steer the program's time,
         not what is compiled.
         """
-        return self.scalars()
+        return self.read_scalars()
 
     def with_options(self, options: Mapping[str, str]) -> Program:
         """The program, compiled with options of the compiler."""

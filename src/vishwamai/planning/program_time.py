@@ -31,7 +31,7 @@ from vishwamai.planning import cache, calibration
 from vishwamai.planning.collectives import link_seconds
 from vishwamai.planning.compiler import TEXT, Compiler, ProgramMemory, memory_of, verified_memory
 from vishwamai.planning.figures import Estimate
-from vishwamai.planning.program import Known, Program, devices_in_order, trace
+from vishwamai.planning.program import Program, ScalarOperands, devices_in_order, trace
 from vishwamai.planning.timeline import PARTS, Follower, Timeline, family
 
 FORMAT = 7
@@ -66,11 +66,11 @@ class StepTime:
       parts: seconds that each of `timeline.PARTS` takes: kernels, fusions, and waiting for collectives, copies, the
         host's memory and other stages. Of a pipeline they are those of the stage that is busy longest.
       hidden: seconds of collectives and copies that go on behind other work.
-      rows: where it goes, the longest first.
+      rows: shares of the time, the longest first.
       memory: HBM of the same compiled program.
-      missing: what takes time that is not in the sum.
-      uncertain: what a schedule does not tell: loops and copies that depend on data.
-      kernel_factor: what the kernels' part was multiplied with, as `vishwamai calibrate` measured; None without it.
+      missing: operations whose time is not in the sum.
+      uncertain: figures that a schedule does not tell: loops and copies that depend on data.
+      kernel_factor: factor of the kernels' part, as `vishwamai calibrate` measured; None without it.
     """
 
     target: str
@@ -142,7 +142,7 @@ def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, S
 
     Raises: as `step_time`, for a program that fits.
     """
-    key = f"{program.fingerprint}-time{FORMAT}{_digest(program.known)}"
+    key = f"{program.fingerprint}-time{FORMAT}{_digest(program.scalars)}"
     stored, full = cache.read(key), cache.read(f"{program.fingerprint}-full")
     if full is not None and "needed" in full:  # it does not fit, which is all there is to know
         return verified_memory(program, full), None
@@ -150,8 +150,8 @@ def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, S
         with compiler.dumped(program) as (answer, directory):
             stored = dict(answer)
             if "memory" in stored:
-                stored["time"] = _followed(
-                    directory, program.target, devices_in_order(program), program.known, program.ticks
+                stored["time"] = _follow(
+                    directory, program.target, devices_in_order(program), program.scalars, program.ticks
                 )
         if "time" in stored:
             cache.write(key, stored)
@@ -159,13 +159,13 @@ def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, S
     return memory, _read(program.target, memory, stored["time"]) if "time" in stored else None
 
 
-def _digest(known: Known) -> str:
+def _digest(scalars: ScalarOperands) -> str:
     """Of the tables that steer kernels; nothing where none are known."""
-    if not known:
+    if not scalars:
         return ""
     tables = [
         (name, call, i, array.tolist())
-        for name, calls in known.items()
+        for name, calls in scalars.items()
         for call, of in enumerate(calls)
         for i, array in of.items()
     ]
@@ -176,26 +176,26 @@ def written_time(directory: pathlib.Path, target: str, devices: Sequence[Any], m
     """The time of a program that another process compiled for a target.
 
     Args:
-      directory: what libtpu wrote with the options `aot.schedule.dump.dump_flags`, and the optimised program as
+      directory: files that libtpu wrote with the options `aot.schedule.dump.dump_flags`, and the optimised program as
         `compiler.TEXT`.
-      target: as of `step_time`.
-      devices: of `aot.compile.libtpu.devices_for`, in the order of the program's mesh.
+      target: target of `step_time`.
+      devices: result of `aot.compile.libtpu.devices_for`, in the order of the program's mesh.
       memory: bytes, by the names of `ProgramMemory.parts`.
 
     Raises:
       DeviceError: the directory has no schedules.
     """
-    return _read(target, memory_of(target, memory), _followed(directory, target, devices))
+    return _read(target, memory_of(target, memory), _follow(directory, target, devices))
 
 
-def _followed(
+def _follow(
     directory: pathlib.Path,
     target: str,
     devices: Sequence[Any],
-    known: Known | None = None,
+    scalars: ScalarOperands | None = None,
     ticks: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """The timeline of what the compiler wrote, as plain values; `known` and `ticks`: of `Program`."""
+    """The timeline of what the compiler wrote, as plain values; `scalars` and `ticks`: attributes of `Program`."""
     schedule_text = directory / TEXT
     estimated = schedule_text.exists()
     text = schedule_text if estimated else next(directory.glob("*-TLP-hlo.txt"), None)
@@ -205,7 +205,7 @@ def _followed(
             f"step_time: libtpu {libtpu.versions()['libtpu']} wrote no schedules for {target}; 0.0.51 is known to."
         )
     module, chip = parse_module(text.read_text()), Target.parse_chip(target)
-    schedules = _Schedules(Simulator(sources, chip, known or {}, twins(module)))
+    schedules = _Schedules(Simulator(sources, chip, scalars or {}, twins(module)))
     follower = Follower(module, chip, schedules.cycles, link_seconds(module, devices), ticks)
     timeline = follower.follow()
     names = ", ".join(f"{name} ({count})" for name, count in schedules.unknown.items())
@@ -226,7 +226,7 @@ class _Schedules:
 
     def __init__(self, simulator: Simulator):
         self.simulator = simulator
-        self.known: dict[str, float] = {}
+        self.cycles_by_call: dict[str, float] = {}
         self.unknown: collections.Counter[str] = collections.Counter()
 
     def cycles(self, name: str) -> float | None:
@@ -235,12 +235,12 @@ class _Schedules:
         if program is None or program not in self.simulator.sources:
             return None
         call = name if self.simulator.known_of(name) else program
-        if call not in self.known:
+        if call not in self.cycles_by_call:
             simulation = self.simulator.simulate(only=call)
-            self.known[call] = simulation.cycles
+            self.cycles_by_call[call] = simulation.cycles
             if simulation.unknown:
                 self.unknown[family(program)] += sum(simulation.unknown.values())
-        return self.known[call]
+        return self.cycles_by_call[call]
 
 
 def _plain(timeline: Timeline) -> dict[str, Any]:

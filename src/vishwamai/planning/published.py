@@ -18,7 +18,7 @@ class PublishedStep:
     Attributes:
       target: the slice.
       experts: the model is a mixture of experts.
-      seconds: as published.
+      seconds: published seconds.
       estimates: seconds by formulas, and of the compiled program where it was compiled.
     """
 
@@ -54,7 +54,7 @@ class PublishedRange:
       low, high: the smallest and the largest ratio.
       count: steps that were compared.
       experts: they are mixtures of experts.
-      chip: of the steps; None for all chips, where none is published of the chip in question.
+      chip: chip of the steps; None for all chips, where none is published of the chip in question.
     """
 
     low: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
+
+from vishwamai.models import ModelConfig
+from vishwamai.training.sharding import check_units
 
 Tree = Any
 
@@ -139,3 +143,29 @@ def _nbytes(aval: Any) -> int:
 def _size(aval: Any) -> int:
     dtype = aval.dtype
     return math.prod(aval.shape) * (np.dtype(dtype).itemsize if isinstance(dtype, np.dtype) else 4)
+
+
+def share_of(model: ModelConfig, devices: int) -> ModelConfig:
+    """A model with a device's share of what `mesh.tensor` splits.
+
+    >>> model = ModelConfig.from_dict({"model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    ...     "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64})
+    >>> part = share_of(model, 2)
+    >>> part.num_heads, part.intermediate_size, part.hidden_size
+    (2, 64, 64)
+    """
+    if devices == 1:
+        return model
+    check_units("tensor", devices, model)
+    experts = model.experts
+    if experts is not None and experts.inner_size is not None:
+        experts = dataclasses.replace(experts, inner_size=experts.inner_size // devices)
+    return dataclasses.replace(
+        model,
+        num_heads=model.num_heads // devices,
+        num_kv_heads=max(model.num_kv_heads // devices, 1),
+        intermediate_size=model.intermediate_size // devices,
+        vocab_size=model.vocab_size // devices,
+        experts=experts,
+        layers=tuple(dataclasses.replace(kind, mixer=kind.mixer.part(devices)) for kind in model.layers),
+    )

@@ -14,6 +14,7 @@ from vishwamai.core.numbers import divisors
 from vishwamai.core.target import devices_of
 from vishwamai.models.parameters import split_units
 from vishwamai.models.storage import KEEP
+from vishwamai.planning.advice import narrower_moments
 from vishwamai.planning.analytic import described, training_memory
 from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.controller import REMAT
@@ -21,11 +22,12 @@ from vishwamai.planning.figures import Estimate
 from vishwamai.planning.pace import Pace, timed
 from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.speed import Speed, training_speed, training_time
-from vishwamai.planning.training import as_planned, narrower_moments, trace_training, why_no_stages
+from vishwamai.planning.training import trace_training
 from vishwamai.training.config import MeshSection, TrainConfig
-from vishwamai.training.mesh import KEPT_APART, row_parts, written
 from vishwamai.training.model import with_local_model
 from vishwamai.training.remat import fitting_policy, memory_limit
+from vishwamai.training.sharding import UNGATHERED, mesh_text, row_parts
+from vishwamai.training.slices import checked_for, why_no_stages
 
 MARGIN = 1.15
 """A candidate is pruned where the analytic estimate exceeds the limit by more: the bound of its error."""
@@ -119,8 +121,9 @@ class Plan:
     Attributes:
       candidates: the chosen one, the others that were tried, then the rest in the order of preference: at most
         `LISTED`, and the Pareto front. chosen: None where none fits.
-      pruned: how many were too large by formulas alone. unprobed: how many more the compiler was not asked about.
-      count: how many there were.
+      pruned: number of those that were too large by formulas alone.
+      unprobed: number of those that the compiler was not asked about.
+      count: number of candidates.
       interrupted: only what was tried until then is in it.
     """
 
@@ -182,12 +185,12 @@ def meshes(config: TrainConfig, target: str) -> list[MeshSection]:
 
     >>> from vishwamai.planning.allocation import llama_like, training_config
     >>> config = training_config(llama_like(256, 512), {}, "v5e:2x2", batch_size=4, sequence_length=512)
-    >>> [written(mesh) for mesh in meshes(config, "v5e:2x2")][:3]
+    >>> [mesh_text(mesh) for mesh in meshes(config, "v5e:2x2")][:3]
     ['mesh.data=4', 'mesh.data=2 times mesh.fsdp=2', 'mesh.fsdp=4']
     """
     devices, fixed = devices_of(target), dataclasses.replace(config.mesh, data=1, fsdp=1)
     if devices % math.prod(vars(fixed).values()):
-        raise ConfigError(f"config: {written(fixed)} does not divide the {devices} devices of {target}.")
+        raise ConfigError(f"config: {mesh_text(fixed)} does not divide the {devices} devices of {target}.")
     sizes, stages = _sizes(config, devices), config.mesh.pipeline
     sections = []
     for expert, sequence, tensor in itertools.product(sizes["expert"], sizes["sequence"], sizes["tensor"]):
@@ -211,7 +214,7 @@ def _sizes(config: TrainConfig, devices: int) -> dict[str, list[int]]:
     model, length = described(config), config.data.sequence_length
     allowed: dict[str, int] = dict.fromkeys(("expert", "sequence", "tensor"), 1)
     units = split_units(model)
-    for axis, split in KEPT_APART.items():
+    for axis, split in UNGATHERED.items():
         allowed[axis] = math.gcd(*(units[name][1] for name in split if name in units)) or 1
     if length % (2 * SHORTEST) == 0:  # zig-zag order cuts a device's part in two
         allowed["sequence"] = length // (2 * SHORTEST)
@@ -227,7 +230,7 @@ def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
     The fewest microbatches come first, then what recomputes least, then the mesh that splits and gathers least. Those
     that the stages of `mesh.pipeline` cannot compute are left out.
 
-    Raises: as `meshes`; and as `planning.training.check_stages`, where stages can compute none.
+    Raises: as `meshes`; and as `training.slices.check_stages`, where stages can compute none.
 
     >>> from vishwamai.planning.allocation import llama_like, training_config
     >>> config = training_config(llama_like(256, 512), {}, "v5e:2x2", batch_size=4, sequence_length=512)
@@ -284,7 +287,7 @@ def plan_training(
       DeviceError: libtpu is missing, or the target is unknown.
     """
     config = with_local_model(config, weights=config.lora.quantize == KEEP)
-    config = as_planned(config, target, search=search)
+    config = checked_for(target, config, search=search)
     finalists = finalists if search and verify and time else 1
     with contextlib.nullcontext(compiler) if compiler is not None else Compiler() as process:
         limit = memory_limit(config.remat)

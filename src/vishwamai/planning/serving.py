@@ -32,10 +32,10 @@ class Serving:
     Attributes:
       config: the model.
       batch_size: sequences. length: tokens of each, prompt and answer together.
-      dtype: of the parameters. kv_dtype: of stored keys and values. page_size: tokens of a page.
+      dtype: dtype of the parameters. kv_dtype: dtype of stored keys and values. page_size: tokens of a page.
       quantize: "int8", "int4" or "fp8" weights of the layers' products; None: `dtype`.
       optimization: whose keys of kernels hold; those of the other fields are in place.
-      max_tokens: of one step, which the rings of layers with a window hold next to the window.
+      max_tokens: tokens of one step, which the rings of layers with a window hold next to the window.
     """
 
     config: ModelConfig

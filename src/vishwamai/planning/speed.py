@@ -26,10 +26,10 @@ from vishwamai.planning.analytic import (
 from vishwamai.planning.exchange import exchange_seconds
 from vishwamai.planning.figures import Estimate, cost_of_tokens
 from vishwamai.planning.stages import microbatches_kept, stretch
-from vishwamai.planning.training import TPU
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
+from vishwamai.training.slices import TPU
 
 _RECOMPUTED = {"none": 0.0, "dots": 0.0}
 """Share of the forward pass's products and collectives that a policy computes again; of the others, all."""
@@ -41,7 +41,7 @@ class Speed:
 
     Attributes:
       step: seconds of a step. tokens: of a step, on all chips. chips: how many.
-      flops: of the model in a step, recomputation not counted, on all chips.
+      flops: operations of the model in a step, recomputation not counted, on all chips.
       peak: FLOP/s of one chip, published. dtype: of the products that the peak is of.
     """
 
@@ -90,7 +90,7 @@ def training_time(config: TrainConfig, target: str, memory: Breakdown | None = N
 
     Args:
       config: the step, which fits the target's devices. target: a chip or slice.
-      memory: what `training_memory` says of them, where the caller has it.
+      memory: result of `training_memory` for them, where the caller has it.
 
     Raises: as `training_memory`.
     """

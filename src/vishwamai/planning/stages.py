@@ -1,7 +1,7 @@
 """A pipeline by formulas: the buffers of a stage, and how much longer its schedule takes than even shares of the work.
 
 A buffer has so many slots as the table of the schedule says (`parallel.pipeline.ticks`), and one more that nothing
-reads. A slot's bytes are those of the types that the executor takes apart (`training.pipelined.split_of`).
+reads. A slot's bytes are those of the types that the executor takes apart (`training.pipeline.loss.split_of`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from vishwamai.planning.serving import size
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
 from vishwamai.training.fp8 import FP8Optimizer
-from vishwamai.training.layout import Layout, batch_specs
-from vishwamai.training.pipelined import split_of
+from vishwamai.training.pipeline.loss import split_of
+from vishwamai.training.pipeline.stages import cut
 from vishwamai.training.program import TrainingStep
-from vishwamai.training.stages import cut
+from vishwamai.training.sharding import Layout, batch_specs
 
 Tree = Any
 
@@ -40,7 +40,8 @@ def slot_of(step: TrainingStep, layout: Layout, rows: int) -> Slot:
     """By tracing alone.
 
     Args:
-      step: with stages. layout: its devices, which need not exist. rows: of a microbatch, on all devices.
+      step: step with stages. layout: placement on its devices, which need not exist.
+      rows: rows of a microbatch, on all devices.
     """
     assert layout.mesh is not None
     update, attach_scales = step.update_rule(layout.mesh_axes)
@@ -65,7 +66,7 @@ def slot_of(step: TrainingStep, layout: Layout, rows: int) -> Slot:
 def microbatches_kept(config: TrainConfig, model: ModelConfig) -> float:
     """Of how many microbatches a device has room at once for what the backward pass needs; 1 without stages.
 
-    Raises: as `training.stages.cut`.
+    Raises: as `training.pipeline.stages.cut`.
     """
     if config.mesh.pipeline == 1:
         return 1.0
@@ -83,7 +84,7 @@ def stretch(config: TrainConfig, model: ModelConfig, recomputed: float) -> float
       config: the step. model: which it trains.
       recomputed: share of the forward pass that is computed again.
 
-    Raises: as `training.stages.cut`.
+    Raises: as `training.pipeline.stages.cut`.
     """
     if config.mesh.pipeline == 1:
         return 1.0

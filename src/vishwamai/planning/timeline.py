@@ -53,8 +53,8 @@ class Timeline:
       exposed: seconds by each of `PARTS`. hidden: seconds of collectives and copies behind other work.
       by_name: seconds and calls of each kernel and fusion, of each kind of collective, and of both ways to the host, by
         part and name.
-      host_bytes: to and from the host's memory, where its bandwidth is not known.
-      missing: what has no time, with how often it runs.
+      host_bytes: bytes to and from the host's memory, where its bandwidth is not known.
+      missing: instructions without a time, with their number of runs.
     """
 
     exposed: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
@@ -117,7 +117,7 @@ class Follower:
 
     Args:
       module: the program. chip: that it runs on.
-      cycles: of one call of an instruction by its schedule; None where there is none.
+      cycles: cycles of one call of an instruction by its schedule; None where there is none.
       links: seconds of a collective, and of one whose sum is split again.
       ticks: `parallel.pipeline.ticks.Ticks.table` of a pipeline, whose loop the module has.
     """

@@ -37,7 +37,7 @@ class MemoryStats:
         donating them would save so many bytes.
       leaked: bytes of JAX arrays that a step leaves behind, the median over the steps; 0 for a step that keeps nothing.
       resident: growth of the process's memory over the steps; None where the system does not say.
-      device_peak: what the device's allocator counted at most; None on devices without a counter, as CPUs.
+      device_peak: most bytes that the device's allocator counted; None on devices without a counter, as CPUs.
     """
 
     peak: Estimate
@@ -82,7 +82,7 @@ def track_memory_usage(
       step_fn: a function of arrays, jitted or not; a jitted one's donated arguments stay donated.
       inputs: its arguments, trees of arrays. A dict has them by name if the step has these parameters, and is its only
         argument otherwise. A sequence has them by position.
-      steps: how often it runs after one that warms up, 10,000 times at most.
+      steps: number of runs after one that warms up, 10,000 times at most.
 
     Raises:
       ShapeError: `steps` is not positive or above 10,000, or `step_fn` cannot be traced with these inputs.

@@ -1,8 +1,9 @@
 """Trains decoders: one loop (`run`) over a program that a configuration describes (`program`); see docs/training.md.
 
-In reading order: `config` (every key), `program` (shapes, shardings, the step), `step` (one update), `run` (the loop).
-`data`, `tokens`, `packing` and `chat` make batches of documents. `optimizers` has the update rules, `layout` and `mesh`
-where arrays lie, `stages` and `pipelined` the stages of a pipeline, `checkpoints` and `records` what a run writes.
+In reading order: `config` (every key), `program` (shapes, shardings, the step), `step` (one update), `job` (the program
+filled with arrays), `run` (the loop). `checks`, `compute_dtype` and `slices` resolve and check a configuration.
+`data`, `tokens`, `packing` and `chat` make batches of documents. `optimizers` has the update rules, `sharding` the
+placement of arrays, `gather` the gathers of parameters, `pipeline` the stages, `checkpoints` and `records` the files.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def scale_by_adam(
     Args:
       b1, b2: decay of the moments.
       eps: added to the root of the second.
-      mu_dtype: of the first moment; None for that of the parameters.
+      mu_dtype: dtype of the first moment; None for that of the parameters.
 
     >>> optimizer = scale_by_adam()
     >>> state = optimizer.init({"w": jnp.ones(2)})
@@ -53,7 +53,7 @@ def scale_by_adam(
         count = optax.safe_increment(state.count)
         first, second = bias(b1, b2, count)
 
-        def one(g: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
+        def moments_of(g: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
             # Where `mu` is bfloat16, optax rounds `b1` and the product to it: 0.9 becomes 0.8984.
             new_mu = (1 - b1) * g + b1 * mu.astype(g.dtype)
             new_nu = (1 - b2) * jnp.square(g) + b2 * nu
@@ -65,8 +65,8 @@ def scale_by_adam(
             direction = _direction(good, near_mu, near_nu, first.astype(g.dtype), second.astype(g.dtype), eps)
             return direction, kept_mu, kept_nu
 
-        found = jax.tree.map(one, updates, state.mu, state.nu)
-        direction, mu, nu = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), found)
+        triples = jax.tree.map(moments_of, updates, state.mu, state.nu)
+        direction, mu, nu = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), triples)
         return direction, Moments(jnp.where(good, count, state.count), mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -84,10 +84,10 @@ def _direction(good: Any, mu: Any, nu: Any, first: Any, second: Any, eps: float)
     of those for it. A barrier makes it read the new ones, in the loop that writes the parameters. Elsewhere one loop
     reads and writes all of them.
     """
-    both = mu, nu
-    mu, nu = jax.lax.platform_dependent(*both, cpu=lambda *x: jax.lax.optimization_barrier(x), default=lambda *x: x)
-    made = (mu / first) / (jnp.sqrt(nu / second) + eps)
-    return jnp.where(good, made, jnp.zeros_like(made))
+    moments = mu, nu
+    mu, nu = jax.lax.platform_dependent(*moments, cpu=lambda *x: jax.lax.optimization_barrier(x), default=lambda *x: x)
+    direction = (mu / first) / (jnp.sqrt(nu / second) + eps)
+    return jnp.where(good, direction, jnp.zeros_like(direction))
 
 
 def kept_where(good: Any, new: Tree, old: Tree) -> Tree:
@@ -95,7 +95,7 @@ def kept_where(good: Any, new: Tree, old: Tree) -> Tree:
     as they are.
     """
 
-    def one(a: Any, b: Any) -> Any:
+    def keep(a: Any, b: Any) -> Any:
         return a if isinstance(a, Moments) else jnp.where(good, a, b)
 
-    return jax.tree.map(one, new, old, is_leaf=lambda x: isinstance(x, Moments))
+    return jax.tree.map(keep, new, old, is_leaf=lambda x: isinstance(x, Moments))

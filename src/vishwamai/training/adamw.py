@@ -41,7 +41,7 @@ def adamw(
     """The chain and its form for the CPU.
 
     Args:
-      section: of the configuration.
+      section: section of the configuration.
       grouped: adds `decay` times the parameters to the updates and multiplies by `factor`, trees of floats.
       rate: `optax.scale_by_learning_rate`.
     """
@@ -55,7 +55,7 @@ def adamw(
         corrections = (1 / x for x in bias(b1, b2, count))
         numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in (clip, *corrections, factor_of_all)])
 
-        def one(g: Any, p: Any, mu: Any, nu: Any, decay: float, factor: float) -> Any:
+        def update_parameter(g: Any, p: Any, mu: Any, nu: Any, decay: float, factor: float) -> Any:
             if not p.size:
                 return p, mu, nu
             dims = tuple(f"axis__{i}" for i in range(p.ndim))
@@ -70,21 +70,21 @@ def adamw(
             split = sharding.partitioned(call, axes)
             return sharding.follow_explicit_axes(split, axes, g, p, mu, nu, numbers, good)
 
-        found = jax.tree.map(one, gradients, params, moments.mu, moments.nu, decay, factor)
-        params, mu, nu = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0, 0)), found)
-        made = Moments(jnp.where(good, count, moments.count), mu, nu)
-        return params, (made, no_state, kept_where(good, after, steps))
+        triples = jax.tree.map(update_parameter, gradients, params, moments.mu, moments.nu, decay, factor)
+        params, mu, nu = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0, 0)), triples)
+        next_moments = Moments(jnp.where(good, count, moments.count), mu, nu)
+        return params, (next_moments, no_state, kept_where(good, after, steps))
 
-    made = AdamW(chain.init, chain.update)
-    made.one_pass = one_pass
-    return made
+    rule = AdamW(chain.init, chain.update)
+    rule.one_pass = one_pass
+    return rule
 
 
 def why_not(gradients: Tree, params: Tree, moments: Moments) -> str | None:
     """The reason why the kernel cannot take a step of these arrays, or None."""
     wide = jax.tree.leaves((gradients, params, moments.nu))
     narrow = jax.tree.leaves(moments.mu)
-    other = {x.dtype.name for x in wide} - {"float32"} | {x.dtype.name for x in narrow} - {"float32", "bfloat16"}
-    if other:
-        return f"an array is {min(other)}; the CPU kernel takes float32, and bfloat16 as the first moment."
+    others = {x.dtype.name for x in wide} - {"float32"} | {x.dtype.name for x in narrow} - {"float32", "bfloat16"}
+    if others:
+        return f"an array is {min(others)}; the CPU kernel takes float32, and bfloat16 as the first moment."
     return ffi.why_not(None, _HANDLER)

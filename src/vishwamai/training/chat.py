@@ -60,8 +60,8 @@ class TrainingTemplate:
             return cls.read(config.data.chat_template, special)
         files = (tokenizer_file(config, name) for name in (CHAT_TEMPLATE, "tokenizer_config.json"))
         first = next(filter(None, files), None)
-        found = None if first is None else chat_template(first.parent, settings.get("chat_template"))
-        return None if found is None else cls(found, special)
+        template = None if first is None else chat_template(first.parent, settings.get("chat_template"))
+        return None if template is None else cls(template, special)
 
     @classmethod
     def read(cls, path: str | Path, special: Mapping[str, str]) -> TrainingTemplate:
@@ -119,35 +119,35 @@ class _Turns:
     program: str
     values: Mapping[str, Any]
 
-    def span(self, whole: str, chat: list[Message], index: int, least: int) -> Span | None:
+    def span(self, full_text: str, chat: list[Message], index: int, least: int) -> Span | None:
         """The span of a message in the text of a chat; None where the template leaves it out.
 
         Args:
-          whole: the text of all messages.
+          full_text: the text of all messages.
           chat: the messages, in the form that the template reads.
-          index: of an assistant's message.
-          least: where the turn may begin.
+          index: number of an assistant's message.
+          least: first position at which the turn may begin.
         """
         before, after = self._text(chat[:index], prompt=True), self._text(chat[: index + 1])
-        if before and after and after.startswith(before) and whole.startswith(after):
+        if before and after and after.startswith(before) and full_text.startswith(after):
             return len(before), len(after)
         # The text of earlier messages depends on later ones, such as where a template drops earlier reasoning.
-        place = self._difference(whole, chat, index)
+        place = self._difference(full_text, chat, index)
         if place is None:
             return None
         begin, end = place
         prompt = (before or "").removeprefix(self._text(chat[:index]) or "")
-        header = next((n for n in range(len(prompt), 0, -1) if prompt[:n] in whole[least:begin]), 0)
+        header = next((n for n in range(len(prompt), 0, -1) if prompt[:n] in full_text[least:begin]), 0)
         if prompt.rfind("<", 0, header) > prompt.rfind(">", 0, header):  # within a token, such as <think> for </think>
             header = prompt.rfind("<", 0, header)
         if prompt[:header].strip():
-            begin = whole.rindex(prompt[:header], least, begin) + header
+            begin = full_text.rindex(prompt[:header], least, begin) + header
         last = None if after is None else self._difference(after, chat[: index + 1], index)
         rest = "" if after is None or last is None else after[last[1] :]  # what follows the message's last word
-        if whole.startswith(rest, end):
+        if full_text.startswith(rest, end):
             return begin, end + len(rest)
-        closing = _SPECIAL.match(whole, end)
-        following = self._difference(whole, chat, index + 1)
+        closing = _SPECIAL.match(full_text, end)
+        following = self._difference(full_text, chat, index + 1)
         if closing is None or following is None or closing.end() >= following[0]:  # it opens the next turn
             return begin, end
         return begin, closing.end()
@@ -156,11 +156,11 @@ class _Turns:
         """Where the text of a chat changes with the words of a message; None where it does not."""
         if index == len(chat):
             return None
-        other = self._text([*chat[:index], _replaced(chat[index]), *chat[index + 1 :]])
-        if other is None or other == text:
+        replaced_text = self._text([*chat[:index], _replaced(chat[index]), *chat[index + 1 :]])
+        if replaced_text is None or replaced_text == text:
             return None
-        begin = len(os.path.commonprefix([text, other]))
-        tail = len(os.path.commonprefix([text[begin:][::-1], other[begin:][::-1]]))
+        begin = len(os.path.commonprefix([text, replaced_text]))
+        tail = len(os.path.commonprefix([text[begin:][::-1], replaced_text[begin:][::-1]]))
         return begin, len(text) - tail
 
     def _text(self, chat: list[Message], prompt: bool = False) -> str | None:

@@ -148,7 +148,9 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
             self._manager.wait_until_finished()
             self._manager.close()
@@ -192,9 +194,11 @@ class Checkpoints:
 
     def _unwritten(self, failure: BaseException) -> DeviceError:
         # The manager counts a step that it has begun to write; a directory has its name when it is whole.
-        whole = max((int(p.name) for p in self.folder.iterdir() if p.name.isdigit()), default=None)
+        last_step = max((int(p.name) for p in self.folder.iterdir() if p.name.isdigit()), default=None)
         left = (
-            "There is no whole checkpoint" if whole is None else f"The newest whole checkpoint is that of step {whole}"
+            "There is no whole checkpoint"
+            if last_step is None
+            else f"The newest whole checkpoint is that of step {last_step}"
         )
         reason = next((line for line in str(failure).splitlines() if line.strip()), type(failure).__name__)
         return DeviceError(

@@ -25,11 +25,11 @@ from vishwamai.training.compiling import compiler_options
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.lora import ADAPTER_RANKS, initial_adapters, takes_adapter, target_pattern
-from vishwamai.training.mesh import KEPT_APART, check_sizes, written
 from vishwamai.training.model import model_config, split, stacked_layers
 from vishwamai.training.optimizers import optimizer
+from vishwamai.training.pipeline.stages import cut, make_stages
 from vishwamai.training.remat import POLICIES, memory_limit
-from vishwamai.training.stages import cut, make_stages
+from vishwamai.training.sharding import UNGATHERED, check_sizes, mesh_text
 
 
 def check(config: TrainConfig) -> None:
@@ -43,7 +43,7 @@ def check(config: TrainConfig) -> None:
     devices, processes = math.prod(dataclasses.astuple(config.mesh)), jax.process_count()
     if processes > 1 and devices != jax.device_count():
         raise ConfigError(
-            f"config: {written(config.mesh)} is {devices} devices, but JAX has {jax.device_count()} in {processes} "
+            f"config: {mesh_text(config.mesh)} is {devices} devices, but JAX has {jax.device_count()} in {processes} "
             "processes, and each of them takes part; set sizes of mesh whose product is that."
         )
     if config.model.param_dtype == "bfloat16" and config.model.param_rounding == "nearest":
@@ -60,7 +60,7 @@ def check_step(config: TrainConfig, available: int, chip: TpuChip | None) -> Non
     """What the sections ask of one another, but for the files of the data: what a run and a plan accept.
 
     Args:
-      config: of the run, with a resolved `model.compute_dtype`.
+      config: configuration of the run, with a resolved `model.compute_dtype`.
       available: devices of which `mesh` takes the first ones.
       chip: the TPU that they are; None for another platform.
 
@@ -92,12 +92,8 @@ def check_step(config: TrainConfig, available: int, chip: TpuChip | None) -> Non
             f"config: model.param_rounding=stochastic is for bfloat16 parameters, but model.param_dtype is "
             f"{config.model.param_dtype}; set model.param_rounding=nearest."
         )
+    check_adapters(config)
     if config.precision == "fp8":
-        if config.lora.rank:
-            raise UnsupportedError(
-                "config: precision=fp8 trains all parameters; with lora.rank, quantize the frozen ones by "
-                "lora.quantize=fp8."
-            )
         if config.fp8.scaling != "delayed" and not config.fp8.dynamic_scale:
             raise ConfigError(
                 f"config: fp8.dynamic_scale=false keeps scales, but fp8.scaling={config.fp8.scaling} has none to keep; "
@@ -136,8 +132,8 @@ def _check_reduced(config: TrainConfig) -> None:
             f"unrounded; set model.compute_dtype={reduced}."
         )
     if config.precision == "fp8" or config.lora.rank:
-        other = "precision=fp8" if config.precision == "fp8" else f"lora.rank={config.lora.rank}"
-        raise ConfigError(f"{name} does not go with {other}; set model.reduce_dtype=float32.")
+        setting = "precision=fp8" if config.precision == "fp8" else f"lora.rank={config.lora.rank}"
+        raise ConfigError(f"{name} does not go with {setting}; set model.reduce_dtype=float32.")
 
 
 def _check_names(config: TrainConfig, model: ModelConfig, stacked: bool | None) -> None:
@@ -148,18 +144,27 @@ def _check_names(config: TrainConfig, model: ModelConfig, stacked: bool | None) 
     def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> jax.Array:  # random keys trace slowly
         return jnp.zeros(parameter.shape if layers is None or len(layers) == 1 else (len(layers), *parameter.shape))
 
-    made = nnx.eval_shape(lambda: Decoder(model, make=make, stacked=stacked))
-    parts = split(made)
+    model_of_shapes = nnx.eval_shape(lambda: Decoder(model, make=make, stacked=stacked))
+    parts = split(model_of_shapes)
     if config.remat not in POLICIES and memory_limit(config.remat) is None:
-        parts.kept(config.remat)
+        parts.checkpoint_policy(config.remat)
     trained, ranks = parts.params, parts.ranks
     if config.lora.rank:
         adapters = functools.partial(initial_adapters, config.lora, key=jax.random.key(0), ranks=ranks)
         trained, ranks = jax.eval_shape(adapters, trained), ADAPTER_RANKS
-    stages = make_stages(config, model, trained, ranks, made.stacked)
+    stages = make_stages(config, model, trained, ranks, model_of_shapes.stacked)
     if stages is not None:
         trained = jax.eval_shape(stages.place, trained)
     optimizer(config.optimizer, config.steps, trained, ranks)
+
+
+def check_adapters(config: TrainConfig) -> None:
+    """Raises UnsupportedError where adapters would be trained with 8-bit products."""
+    if config.precision == "fp8" and config.lora.rank:
+        raise UnsupportedError(
+            "config: precision=fp8 trains all parameters; with lora.rank, quantize the frozen ones by "
+            "lora.quantize=fp8."
+        )
 
 
 def check_length(config: TrainConfig) -> None:
@@ -182,7 +187,8 @@ def check_pipeline(config: TrainConfig, model: ModelConfig, stacked: bool) -> No
     """What does not go through the stages of `mesh.pipeline` so far.
 
     Args:
-      config: of the run. model: what it trains. stacked: layers are stacked without stages, too.
+      config: configuration of the run. model: model that it trains.
+      stacked: True where layers are stacked without stages, too.
 
     Raises:
       ConfigError: the layers, the heads or the microbatches do not suit the stages.
@@ -204,7 +210,7 @@ def _check_targets(config: TrainConfig, model: ModelConfig, run: Segment) -> Non
     """Whether the adapters of layers that stages stack are alike."""
     pattern = target_pattern(config.lora)
     for place, kind in enumerate(run.kinds):
-        found = {
+        targets = {
             layer: tuple(
                 name
                 for name, parameter in kind.parameters(model).items()
@@ -212,8 +218,8 @@ def _check_targets(config: TrainConfig, model: ModelConfig, run: Segment) -> Non
             )
             for layer in run.layers(place)
         }
-        first, names = next(iter(found.items()))
-        for layer, others in found.items():
+        first, names = next(iter(targets.items()))
+        for layer, others in targets.items():
             if others != names:
                 raise UnsupportedError(
                     f"config: lora.targets={config.lora.targets!r} tells layers apart that "
@@ -254,25 +260,27 @@ def _check_frozen(config: TrainConfig, quantize: str, model: ModelConfig, stacke
         for place, kind in enumerate(segment.kinds):
             for name, parameter in kind.parameters(model).items():
                 layers = segment.layers(place)
-                found = {layer: find(name, parameter, layer) for layer in layers}
-                if len(set(found.values())) > 1:
-                    forms = ", ".join(f"{form or 'a plain array'} in layer {layer}" for layer, form in found.items())
+                forms_by_layer = {layer: find(name, parameter, layer) for layer in layers}
+                if len(set(forms_by_layer.values())) > 1:
+                    forms = ", ".join(
+                        f"{form or 'a plain array'} in layer {layer}" for layer, form in forms_by_layer.items()
+                    )
                     if stages:
-                        apart = "mesh.pipeline=1, or "
+                        remedy = "mesh.pipeline=1, or "
                     else:
-                        apart = "" if stacks_layers(None) else "remat=none, which keeps layers apart, or "
+                        remedy = "" if stacks_layers(None) else "remat=none, which keeps layers apart, or "
                     raise ConfigError(
-                        f"config: lora.quantize={KEEP} would stack {name} of layers that differ ({forms}); set {apart}"
+                        f"config: lora.quantize={KEEP} would stack {name} of layers that differ ({forms}); set {remedy}"
                         "lora.quantize=null."
                     )
-                _check_blocks(config, quantize, name, parameter, found[layers[0]])
+                _check_blocks(config, quantize, name, parameter, forms_by_layer[layers[0]])
 
 
 def _check_blocks(config: TrainConfig, quantize: str, name: str, parameter: Parameter, storage: Storage | None) -> None:
     """No mesh axis that splits the rows of a weight for good may cut through rows that share scales."""
     if storage is None or storage.block_size is None:
         return
-    for axis, names in KEPT_APART.items():
+    for axis, names in UNGATHERED.items():
         size, rows = getattr(config.mesh, axis), parameter.shape[-2]
         if size > 1 and parameter.axes[-2] in names and rows % (size * storage.block_size):
             raise ConfigError(

@@ -18,7 +18,8 @@ def compiler_options(config: TrainConfig, chip: TpuChip | None, devices: int) ->
     """Those of a configuration for `jax.jit`; none on what is not a TPU.
 
     Args:
-      config: of the run. chip: that it runs on, None for another platform. devices: of the run.
+      config: configuration of the run. devices: number of its devices.
+      chip: TPU that it runs on; None for another platform.
 
     Raises:
       ConfigError: the installed libtpu has no such option, or it does not take the value; or there is no TPU.

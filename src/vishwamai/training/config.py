@@ -301,8 +301,8 @@ class TrainConfig(_Section):
 
     def __post_init__(self) -> None:
         # What differs from its default was given; `config_file.from_dict` also knows of defaults that were written.
-        given = {name: getattr(self, name) for name in OPTIMIZED if getattr(self, name) != DEFAULTS[name]}
-        for name, value in self.optimization.settings("training", given).items():
+        settings = {name: getattr(self, name) for name in OPTIMIZED if getattr(self, name) != DEFAULTS[name]}
+        for name, value in self.optimization.settings("training", settings).items():
             object.__setattr__(self, name, value)
         sizes = dataclasses.astuple(self.mesh)
         self.optimization.over(math.prod(sizes), math.prod(sizes), "the section mesh")

@@ -83,7 +83,7 @@ def from_dict(values: dict[str, Any]) -> TrainConfig:
     try:
         config = pydantic.TypeAdapter(TrainConfig).validate_python(values)
     except pydantic.ValidationError as error:
-        raise ConfigError("config: " + "\n  ".join(_problem(found) for found in error.errors())) from None
+        raise ConfigError("config: " + "\n  ".join(_problem(detail) for detail in error.errors())) from None
     # `TrainConfig` cannot tell a default that was written from one that was not.
     config.optimization.settings("training", {name: values[name] for name in OPTIMIZED if name in values})
     return config
@@ -137,9 +137,9 @@ def _lines(section: Any, indent: str) -> Iterator[str]:
                 yield from rest
             if not value:
                 yield f"{indent}  # each entry has these keys:"
-                for known in dataclasses.fields(item):
-                    default = "" if known.default is dataclasses.MISSING else f" {_flow(known.default)}"
-                    yield f"{indent}  #   {known.name}:{default}  # {known.metadata['doc']}"
+                for entry_field in dataclasses.fields(item):
+                    default = "" if entry_field.default is dataclasses.MISSING else f" {_flow(entry_field.default)}"
+                    yield f"{indent}  #   {entry_field.name}:{default}  # {entry_field.metadata['doc']}"
         else:
             yield f"{indent}{field.name}: {_flow(value)}  # {doc}"
 
@@ -192,31 +192,31 @@ def _entry(entries: list[Any], name: str, text: str) -> int:
     return int(name)
 
 
-def _problem(found: Any) -> str:
-    path = ".".join(str(part) for part in found["loc"])
-    if found["type"] == "unexpected_keyword_argument":
-        near = nearest(path, found["loc"][:-1])
+def _problem(detail: Any) -> str:
+    path = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "unexpected_keyword_argument":
+        near = nearest(path, detail["loc"][:-1])
         return f"unknown key {path}; " + (f"did you mean {near}?" if near else "see `vishwamai train --print-config`.")
-    if found["type"] == "value_error":  # raised by a section itself
-        return str(found["ctx"]["error"])
-    if found["type"] == "missing":
+    if detail["type"] == "value_error":  # raised by a section itself
+        return str(detail["ctx"]["error"])
+    if detail["type"] == "missing":
         return f"the key {path} is missing; see `vishwamai train --print-config`."
-    return f"{path} is {found['input']!r}: {found['msg'][0].lower()}{found['msg'][1:]}."
+    return f"{path} is {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}."
 
 
 def nearest(path: str, section: Sequence[int | str] = ()) -> str | None:
     """The known key that is written most like `path`: first among those of its section, then among all."""
-    known = list(_paths(TrainConfig, ""))
-    here = ".".join(str(part) for part in section if not isinstance(part, int))
+    paths = list(_paths(TrainConfig, ""))
+    section_path = ".".join(str(part) for part in section if not isinstance(part, int))
     plain = ".".join(part for part in path.split(".") if not part.isdigit())
-    siblings = [k for k in known if k.rpartition(".")[0] == here]
+    siblings = [k for k in paths if k.rpartition(".")[0] == section_path]
     last = {k.rpartition(".")[2]: k for k in siblings}
     close = difflib.get_close_matches(plain.rpartition(".")[2], last, n=1, cutoff=0.6)
     if close:
         return last[close[0]]
-    ends = {k.rpartition(".")[2]: k for k in known}
+    ends = {k.rpartition(".")[2]: k for k in paths}
     exact = ends.get(plain.rpartition(".")[2])
-    return exact or next(iter(difflib.get_close_matches(plain, known, n=1, cutoff=0.5)), None)
+    return exact or next(iter(difflib.get_close_matches(plain, paths, n=1, cutoff=0.5)), None)
 
 
 def _paths(section: Any, prefix: str) -> Iterator[str]:

@@ -46,8 +46,8 @@ class PackedRows:
         return len(self.plan)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, np.ndarray]:
-        made = row(self.plan, self.tokens.tokens, self.tokens.targets, int(index), self.length)
-        return made if self.reference is None else made | {REFERENCE: self.reference[int(index)]}
+        arrays = row(self.plan, self.tokens.tokens, self.tokens.targets, int(index), self.length)
+        return arrays if self.reference is None else arrays | {REFERENCE: self.reference[int(index)]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +92,9 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
         check_template(source, rendered, preferences)  # before a tokenizer is trained
     saved = folder / "tokenizer.json"
     if not saved.exists():
-        made = make_tokenizer(config)
+        tokenizer_to_save = make_tokenizer(config)
         with caches.writing(saved, "train"):
-            caches.write(saved, made.to_str(pretty=True))
+            caches.write(saved, tokenizer_to_save.to_str(pretty=True))
     training, held_out = [], []
     for number, (source, place) in enumerate(zip(config.data.sources, places)):
         if not (place / "tokens.json").exists():
@@ -108,8 +108,8 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
         cut = round(len(order) * config.data.holdout)
         training.append(_rows(config, tokens, order[cut:], "the documents"))
         if cut:
-            which = f"the held-out documents (data.holdout={config.data.holdout:g})"
-            held_out.append(_rows(config, tokens, order[:cut], which))
+            label = f"the held-out documents (data.holdout={config.data.holdout:g})"
+            held_out.append(_rows(config, tokens, order[:cut], label))
     _check_held_out(config, sum(map(len, training)), sum(map(len, held_out)))
     weights = tuple(source.weight for source in config.data.sources)
     bad = tuple(line for lines in unread(folder).values() for line in lines)
@@ -119,8 +119,8 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
 def unread(folder: Path) -> dict[Path, list[str]]:
     """The records that `prepare` could not read (a file, a line and why), by the file of `folder` that names them."""
     paths = sorted(folder.glob("source-*/bad.txt"), key=lambda path: int(path.parent.name.removeprefix("source-")))
-    found = {path: path.read_text(encoding="utf-8").splitlines() for path in paths}
-    return {path: lines for path, lines in found.items() if lines}
+    lines_by_path = {path: path.read_text(encoding="utf-8").splitlines() for path in paths}
+    return {path: lines for path, lines in lines_by_path.items() if lines}
 
 
 def training_batches(
@@ -131,10 +131,10 @@ def training_batches(
     Its iterator's state (`get_state`, `set_state`) is the number of batches taken, the same for every process.
 
     Args:
-      corpus: of `prepare`.
-      seed: of the order of rows.
+      corpus: result of `prepare`.
+      seed: seed of the order of rows.
       batch_size: rows of a global batch.
-      process: this process, 0 to `processes - 1`.
+      process: number of this process, 0 to `processes - 1`.
       processes: must divide `batch_size`.
     """
     parts = [
@@ -174,8 +174,8 @@ def _check_held_out(config: TrainConfig, trained: int, held_out: int) -> None:
     )
 
 
-def _rows(config: TrainConfig, tokens: Tokens, order: np.ndarray, which: str) -> PackedRows:
+def _rows(config: TrainConfig, tokens: Tokens, order: np.ndarray, label: str) -> PackedRows:
     length = config.data.sequence_length
     if config.objective == "dpo":
         return PackedRows(tokens, pair_rows(tokens.offsets, order), length)
-    return PackedRows(tokens, plan_rows(config.data.packing, tokens.offsets, order, length, which), length)
+    return PackedRows(tokens, plan_rows(config.data.packing, tokens.offsets, order, length, label), length)

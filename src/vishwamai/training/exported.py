@@ -41,8 +41,8 @@ def files_next_to_weights(config: TrainConfig, tokenizer: Tokenizer, data: Path)
     the token after each document, and with what ends an answer of `model.start_from`.
 
     Args:
-      config: of the run.
-      tokenizer: of the run.
+      config: configuration of the run.
+      tokenizer: tokenizer of the run.
       data: the folder that `data.prepare` filled.
 
     Raises:
@@ -58,8 +58,8 @@ def files_next_to_weights(config: TrainConfig, tokenizer: Tokenizer, data: Path)
     values = {"tokenizer_config.json": tokenizer_settings(config), "generation_config.json": sampling}
     files = {name: json.dumps(value, indent=2, ensure_ascii=False) + "\n" for name, value in values.items()}
     files["tokenizer.json"] = tokenizer.to_str(pretty=True)
-    own = config.data.chat_template is not None
-    template = data / CHAT_TEMPLATE if own else tokenizer_file(config, CHAT_TEMPLATE)
+    has_template = config.data.chat_template is not None
+    template = data / CHAT_TEMPLATE if has_template else tokenizer_file(config, CHAT_TEMPLATE)
     if template is not None:
         files[CHAT_TEMPLATE] = template.read_text(encoding="utf-8")
     return files

@@ -19,7 +19,7 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     token is sent to count.
 
     Args:
-      config: of the model.
+      config: configuration of the model.
       length: tokens in a row.
 
     >>> config = ModelConfig.from_dict({

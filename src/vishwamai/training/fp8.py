@@ -136,11 +136,11 @@ class FP8Optimizer:
         """Updates of the parameters, and the state after them.
 
         Args:
-          gradients: of `value_and_grad`, or with respect to what `with_scales` returns. Gradients of the parameters
+          gradients: gradients of `value_and_grad`, or with respect to the result of `with_scales`. Those of parameters
             alone, without magnitudes, leave the scales as they are.
           state: before the step.
           params: the parameters, without scales.
-          good: whether to take the step, if all is finite.
+          good: boolean scalar, whether to take the step, if all is finite.
         """
         gradients = dict(gradients)
         largest = gradients.pop(SCALES, {})
@@ -168,9 +168,9 @@ class FP8Optimizer:
         """`jax.value_and_grad` of a loss whose products with the targets are those of 8-bit floats.
 
         Args:
-          loss: of the parameters and further arguments. Among the parameters, a target is an `FP8Weight`: `x @ weight`
+          loss: function of parameters and further arguments. Among them, a target is an `FP8Weight`: `x @ weight`
             multiplies in 8 bits, and so do the layers of `vishwamai.models`.
-          has_aux: as in `jax.value_and_grad`.
+          has_aux: flag as in `jax.value_and_grad`.
 
         Returns:
           A function of (parameters, state, further arguments) to the value and the gradients that `update` takes.
@@ -190,13 +190,13 @@ class FP8Optimizer:
     def _targets(self, params: Tree) -> dict[str, tuple[int, ...]]:
         """Paths of the matrices, each with the shape of its scales: that of the axis of stacked layers, or ()."""
         names = jax.tree.leaves(path_names(params))
-        found = {}
+        shapes = {}
         for name, leaf in zip(names, jax.tree.leaves(params), strict=True):
             if self._is_target(name):
                 last = name.rpartition("/")[2]
                 rank = leaf.ndim if self.ranks is None else self.ranks[last]
-                found[name] = leaf.shape[: leaf.ndim - rank]
-        return found
+                shapes[name] = leaf.shape[: leaf.ndim - rank]
+        return shapes
 
     def _scale(self, path: Any, history: Any, before: Any) -> Any:
         form = E5M2 if path[-1].key == "gradient" else E4M3
@@ -209,24 +209,24 @@ def attach(trained: Tree, recipe: Recipe, is_target: Callable[[str], bool]) -> T
     params = dict(trained)
     scales = params.pop(SCALES, {})
 
-    def one(name: str, leaf: Any) -> Any:
+    def weight(name: str, leaf: Any) -> Any:
         return FP8Weight(leaf, scales.get(name, {}), recipe) if is_target(name) else leaf
 
-    return jax.tree.map(one, path_names(params), params)
+    return jax.tree.map(weight, path_names(params), params)
 
 
 def detach(attached: Tree) -> Tree:
     """The tree that `attach` took, of the one that it gave or of its gradients."""
     scales: dict[str, dict[str, Any]] = {}
 
-    def one(path: Any, leaf: Any) -> Any:
+    def detached(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, FP8Weight):
             return leaf
         if leaf.scales:
             scales[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf.scales
         return leaf.weight
 
-    params = jax.tree_util.tree_map_with_path(one, attached, is_leaf=lambda x: isinstance(x, FP8Weight))
+    params = jax.tree_util.tree_map_with_path(detached, attached, is_leaf=lambda x: isinstance(x, FP8Weight))
     return params | ({SCALES: scales} if scales else {})
 
 

@@ -33,7 +33,7 @@ class Recipe:
     """How operands are rounded.
 
     Attributes:
-      scaling: where scales come from.
+      scaling: source of the scales, `fp8.scaling`.
       margin: a scale maps `(1 + margin)` times the largest magnitude to the format's largest number.
       axes: inside `shard_map`, the mesh axes over which rows are split; "current" scales are those of all rows.
     """
@@ -50,8 +50,8 @@ class FP8Weight(Weight):
 
     Attributes:
       weight: `[in, out]`, or `[experts, in, out]`, in the dtype of the parameters.
-      scales: of `TENSORS`, float32 scalars, or empty.
-      recipe: how operands are rounded.
+      scales: scales of `TENSORS`, float32 scalars, or empty.
+      recipe: rounding of the operands.
     """
 
     weight: Any
@@ -137,8 +137,8 @@ def _product_backward(form: _Form, saved: Any, g: Any) -> tuple[Any, Any, dict[s
     if form.recipe.scaling == "block":
         x, weight = saved
         dx = vishwamai.gemm(_blocks(g, -1), _blocks(weight, -1), transpose_b=True, out_dtype=form.input)
-        rows, given = _flat(x), _flat(g)
-        dw = vishwamai.gemm(_blocks(rows, -2), _blocks(given, -2), transpose_a=True, out_dtype=form.weight)
+        rows, gradient_rows = _flat(x), _flat(g)
+        dw = vishwamai.gemm(_blocks(rows, -2), _blocks(gradient_rows, -2), transpose_a=True, out_dtype=form.weight)
         return dx, dw, {}
     a, b, scale = saved
     c = _narrow(form.recipe, g, scale, E5M2)
@@ -146,10 +146,10 @@ def _product_backward(form: _Form, saved: Any, g: Any) -> tuple[Any, Any, dict[s
     dw = vishwamai.gemm(
         _flat(a.values), _flat(c.values), transpose_a=True, scale_a=a.scale, scale_b=c.scale, out_dtype=form.weight
     )
-    return dx, dw, _found(form, a, b, c)
+    return dx, dw, _magnitudes(form, a, b, c)
 
 
-def _found(form: _Form, a: _Narrow, b: _Narrow, c: _Narrow) -> dict[str, Any]:
+def _magnitudes(form: _Form, a: _Narrow, b: _Narrow, c: _Narrow) -> dict[str, Any]:
     """The gradients of the scales: the largest magnitudes."""
     return dict(zip(TENSORS, (a.largest, b.largest, c.largest))) if form.recipe.scaling == "delayed" else {}
 
@@ -201,8 +201,8 @@ def _grouped_backward(form: _Form, saved: Any, g: Any) -> tuple[Any, Any, dict[s
         factors = c.scale * b.scale, c.scale * a.scale
     dx = _pull(to_x, sizes, cotangents[0])[0].astype(jnp.float32) * factors[0]
     dw = _pull(to_weight, sizes, cotangents[1])[1].astype(jnp.float32) * factors[1]
-    found = {} if block else _found(form, a, b, c)
-    return dx.astype(form.input), dw.astype(form.weight), found, None
+    magnitudes = {} if block else _magnitudes(form, a, b, c)
+    return dx.astype(form.input), dw.astype(form.weight), magnitudes, None
 
 
 def _pull(operands: tuple[Any, Any], sizes: Any, cotangent: Any) -> tuple[Any, Any]:

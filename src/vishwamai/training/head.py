@@ -19,7 +19,7 @@ def cross_entropy(
 
     Args:
       head: the device's part of `[vocab, hidden]`, as `axes` says.
-      options: of `linear_cross_entropy`.
+      options: further options of `linear_cross_entropy`.
     """
     return vishwamai.linear_cross_entropy(
         hidden,

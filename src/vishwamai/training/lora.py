@@ -21,7 +21,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.training.config import LoraSection
 from vishwamai.training.optimizers import path_names
-from vishwamai.training.parts import is_bias, parameter_name
+from vishwamai.training.parameter_names import is_bias, parameter_name
 
 Tree = Any
 
@@ -45,7 +45,7 @@ class Adapted:
     up: Any
     scale: float
 
-    def whole(self) -> Any:
+    def merge(self) -> Any:
         """The sum, `[..., in, out]`, in the adapter's dtype."""
         weight = self.weight.dequantize() if isinstance(self.weight, QTensor) else self.weight
         return weight.astype(self.down.dtype) + self.scale * (self.down @ self.up)
@@ -57,9 +57,9 @@ def initial_adapters(
     """Adapters of the weights that the section's pattern names, by path; they start as no change.
 
     Args:
-      section: of the configuration.
+      section: section of the configuration.
       params: the frozen parameters.
-      key: of the random `down` matrices; `up` starts at 0.
+      key: random key of the `down` matrices; `up` starts at 0.
       ranks: axes of a parameter by the last name of its path, where the parameter has one more for stacked layers.
 
     Raises:
@@ -118,29 +118,30 @@ def attach(section: LoraSection, params: Tree, adapters: dict[str, dict[str, Any
     """The parameters with an `Adapted` in place of each adapted weight."""
     scale = section.alpha / section.rank
 
-    def one(name: str, weight: Any) -> Any:
+    def adapt(name: str, weight: Any) -> Any:
         return Adapted(weight, **adapters[name], scale=scale) if name in adapters else weight
 
-    return jax.tree.map(one, path_names_of_weights(params), params)
+    return jax.tree.map(adapt, path_names_of_weights(params), params)
 
 
-def whole(tree: Tree, gather: Callable[[str, Any], Any] = lambda _, x: x) -> Tree:
+def merge_adapters(tree: Tree, gather: Callable[[str, Any], Any] = lambda _, x: x) -> Tree:
     """Plain arrays in place of each `Adapted`, and of each quantized weight.
 
     Args:
       tree: parameters of `attach`.
-      gather: makes an array or a `QTensor` whole, by the name of `parts.parameter_name`, such as `Layout.whole`.
+      gather: all-gather of an array or a `QTensor` by the name of `parameter_names.parameter_name`, such as
+        `gather.gather_parameter`.
     """
 
-    def one(path: Any, leaf: Any) -> Any:
+    def merge(path: Any, leaf: Any) -> Any:
         name = parameter_name(path)
         if isinstance(leaf, Adapted):
             thin = {part: gather(f"{name}/{part}", getattr(leaf, part)) for part in ADAPTER_RANKS}
-            return dataclasses.replace(leaf, weight=gather(name, leaf.weight), **thin).whole()
+            return dataclasses.replace(leaf, weight=gather(name, leaf.weight), **thin).merge()
         leaf = gather(name, leaf)
         return leaf.dequantize() if isinstance(leaf, QTensor) else leaf
 
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_weight)
+    return jax.tree_util.tree_map_with_path(merge, tree, is_leaf=_is_weight)
 
 
 def path_names_of_weights(params: Tree) -> Tree:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 
 from vishwamai.core.errors import ConfigError
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config
+from vishwamai.models.checkpoint import quantized
 from vishwamai.models.hub import HubModel, local_model
 from vishwamai.models.parameters import parameter_axes
 from vishwamai.training.chat import end_of_text
@@ -32,7 +34,7 @@ class ModelParts:
     """A model as values: `nnx.merge(graph, params, rest)` is the module.
 
     Attributes:
-      config: what the model computes.
+      config: configuration of the model.
       graph: its structure. params: its parameters, nested dictionaries, or their shapes. rest: its other variables.
       new: makes the parameters of a new model; None where `params` has arrays.
     """
@@ -63,11 +65,11 @@ class ModelParts:
         """The same with the shapes of the parameters."""
         return dataclasses.replace(self, params=jax.eval_shape(lambda: self.params), new=None)
 
-    def kept(self, policy: str) -> Any:
-        """What the backward pass keeps under a policy of `remat`."""
-        found: list[Any] = []
-        jax.eval_shape(lambda params: found.append(checkpoint_policy(self.merge(params), policy)), self.params)
-        return found[0]
+    def checkpoint_policy(self, policy: str) -> Any:
+        """What the backward pass keeps under a policy of `remat`, as `jax.checkpoint` takes it."""
+        policies: list[Any] = []
+        jax.eval_shape(lambda params: policies.append(checkpoint_policy(self.merge(params), policy)), self.params)
+        return policies[0]
 
     def merge(self, params: Tree) -> Decoder:
         """The module with these parameters."""
@@ -99,24 +101,42 @@ def with_local_model(config: TrainConfig, weights: bool = True) -> TrainConfig:
     )
 
 
-def model_config(config: TrainConfig, vocab: int, **usual: Any) -> ModelConfig:
-    """What a configuration trains, without its weights.
+def model_config(config: TrainConfig, vocab: int | None = None, **defaults: Any) -> ModelConfig:
+    """The model that a configuration trains, without its weights.
 
     Args:
-      config: of the run.
-      vocab: of its tokenizer.
-      usual: further keys that `model.config` may leave out.
+      config: configuration of the run.
+      vocab: tokens of its tokenizer; None for those of `tokenizer.path`, or the most that a new one may have.
+      defaults: further keys that `model.config` may leave out.
 
     Raises:
-      ConfigError: the section model says neither or both.
+      ConfigError: the section model has neither `config` nor `start_from`, or both; or `tokenizer.path` has no file.
     """
     section = config.model
     if (section.start_from is None) == (section.config is None):
         raise ConfigError("config: set either model.config (a new model) or model.start_from (a directory), not both.")
     if section.start_from is not None:
         return read_config(section.start_from)
-    usual |= {"vocab_size": vocab, "max_position_embeddings": config.data.sequence_length}
-    return ModelConfig.from_dict({**usual, **(section.config or {})}, "config: model.config")
+    keys = section.config or {}
+    if vocab is None and "vocab_size" not in keys:
+        vocab = _vocab(config)
+    defaults |= {"vocab_size": vocab, "max_position_embeddings": config.data.sequence_length}
+    return ModelConfig.from_dict({**defaults, **keys}, "config: model.config")
+
+
+def _vocab(config: TrainConfig) -> int:
+    if config.tokenizer.path is None:
+        return config.tokenizer.vocab_size
+    from tokenizers import Tokenizer
+
+    path = Path(config.tokenizer.path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"config: tokenizer.path={config.tokenizer.path!r} has no tokenizer.json; set model.config.vocab_size and "
+            "tokenizer.path to null to plan without it."
+        )
+    return Tokenizer.from_file(str(file)).get_vocab_size()
 
 
 def stacked_layers(config: TrainConfig) -> bool | None:
@@ -126,6 +146,41 @@ def stacked_layers(config: TrainConfig) -> bool | None:
     return None if config.remat == "none" else True
 
 
+def model_shapes(config: TrainConfig, model: ModelConfig | None = None, stacked: bool | None = True) -> ModelParts:
+    """The model of a configuration as shapes; no array is made.
+
+    Args:
+      config: configuration with a resolved `model.compute_dtype`.
+      model: model in place of the one that it describes.
+      stacked: stacking as `Decoder` takes it; layers are stacked on a TPU.
+
+    Raises:
+      ConfigError, UnsupportedError, ShapeError: the configuration describes no model that trains.
+    """
+    decoder = _decoder(config, model_config(config) if model is None else model, stacked)
+
+    def create() -> Decoder:
+        model_without_arrays = decoder()
+        quantize = config.lora.quantize
+        return (
+            model_without_arrays
+            if quantize is None
+            else quantized(model_without_arrays, quantize, config.model.start_from)
+        )
+
+    return split(nnx.eval_shape(create))
+
+
+def _decoder(config: TrainConfig, model: ModelConfig, stacked: bool | None) -> Callable[[], Decoder]:
+    """Makes a new model with random weights of the configuration's seed."""
+    dtype, param_dtype = jnp.dtype(config.model.compute_dtype), jnp.dtype(config.model.param_dtype)
+
+    def create() -> Decoder:
+        return Decoder(model, rngs=nnx.Rngs(config.seed), dtype=dtype, param_dtype=param_dtype, stacked=stacked)
+
+    return create
+
+
 def make_model(config: TrainConfig, tokenizer: Tokenizer) -> ModelParts:
     """The model that a configuration describes: a new one, with random weights of its seed, as shapes and `new`; that
     of `model.start_from` with its arrays. Over several devices they lie in the memory of the host.
@@ -133,26 +188,22 @@ def make_model(config: TrainConfig, tokenizer: Tokenizer) -> ModelParts:
     Raises:
       ConfigError: the section says neither or both, or the model's vocab is smaller than the tokenizer's.
     """
-    section = resolved(config).model
-    dtype, param_dtype = jnp.dtype(section.compute_dtype), jnp.dtype(section.param_dtype)
-    stacked = stacked_layers(config)
+    config = resolved(config)
+    section, stacked = config.model, stacked_layers(config)
     if section.start_from is not None and section.config is None:
         with host_memory(config):
-            made = from_pretrained(
-                section.start_from, dtype=param_dtype, stacked=stacked, quantize=config.lora.quantize
+            model = from_pretrained(
+                section.start_from,
+                dtype=jnp.dtype(section.param_dtype),
+                stacked=stacked,
+                quantize=config.lora.quantize,
             )
-        made.dtype = dtype  # of activations; the reader has one dtype for both
-        parts = split(made)
+        model.dtype = jnp.dtype(section.compute_dtype)  # of activations; the reader has one dtype for both
+        parts = split(model)
     else:
         end = tokenizer.token_to_id(end_of_text(config))
-        size = tokenizer.get_vocab_size()
-        described = model_config(config, size, eos_token_id=end)
-
-        def create() -> Decoder:
-            rngs = nnx.Rngs(config.seed)
-            return Decoder(described, rngs=rngs, dtype=dtype, param_dtype=param_dtype, stacked=stacked)
-
-        parts = dataclasses.replace(split(nnx.eval_shape(create)), new=lambda: split(create()).params)
+        decoder = _decoder(config, model_config(config, tokenizer.get_vocab_size(), eos_token_id=end), stacked)
+        parts = dataclasses.replace(split(nnx.eval_shape(decoder)), new=lambda: split(decoder()).params)
     if parts.config.vocab_size < tokenizer.get_vocab_size():
         raise ConfigError(
             f"config: the model has a vocab of {parts.config.vocab_size}, but the tokenizer has "

@@ -58,15 +58,15 @@ def scale_by_adam_8bit(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> 
         key = jax.random.fold_in(jax.random.key(0), count)
         leaves, structure = jax.tree.flatten(updates)
         stored = (jax.tree.leaves(tree, is_leaf=_is_stored) for tree in (state.mu, state.root))
-        made = []
+        steps_and_moments = []
         for number, (g, mu, root) in enumerate(zip(leaves, *stored)):
             first, second = jax.random.split(jax.random.fold_in(key, number))
             wide = g.astype(jnp.float32)
             m = b1 * _load(mu) + (1 - b1) * wide
             v = b2 * jnp.square(_floor(root)) + (1 - b2) * jnp.square(wide)
             step = m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps)
-            made.append((step.astype(g.dtype), _store(m, first), _store(jnp.sqrt(v), second)))
-        steps, mus, roots = (jax.tree.unflatten(structure, list(part)) for part in zip(*made))
+            steps_and_moments.append((step.astype(g.dtype), _store(m, first), _store(jnp.sqrt(v), second)))
+        steps, mus, roots = (jax.tree.unflatten(structure, list(part)) for part in zip(*steps_and_moments))
         return steps, RoundedMoments(count, mus, roots)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]

@@ -18,7 +18,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.training.adamw import adamw
 from vishwamai.training.config import OptimizerSection
 from vishwamai.training.moments import scale_by_adam_8bit
-from vishwamai.training.parts import is_bias
+from vishwamai.training.parameter_names import is_bias
 
 Tree = Any
 
@@ -65,8 +65,8 @@ def optimizer(
     """The transformation of gradients into updates; clipping is the step's, which knows the norm.
 
     Args:
-      section: of the configuration.
-      steps: of the whole run, for the schedule.
+      section: section of the configuration.
+      steps: number of steps of the run, for the schedule.
       params: the parameters or their shapes, for the groups.
       ranks: axes of a parameter by the last name of its path, where the parameter has one more for stacked layers.
 
@@ -86,8 +86,8 @@ def apply_updates(params: Tree, updates: Tree, key: Any = None) -> Tree:
 
     Args:
       params: before it.
-      updates: of the optimizer.
-      key: of a random rounding of bfloat16 parameters, whose mean is the sum; None rounds to the nearest.
+      updates: updates of the optimizer.
+      key: random key of the rounding of bfloat16 parameters, whose mean is the sum; None rounds to the nearest.
 
     >>> params, updates = {"w": jnp.ones(4096, jnp.bfloat16)}, {"w": jnp.full(4096, 2.0**-11)}  # a quarter of a step
     >>> float(apply_updates(params, updates)["w"].astype(jnp.float32).mean())
@@ -123,10 +123,10 @@ def groups(section: OptimizerSection, params: Tree, ranks: Mapping[str, int] | N
       ConfigError: as `optimizer`.
     """
     names = path_names(params)
-    found = jax.tree.leaves(names)
+    path_list = jax.tree.leaves(names)
     for number, group in enumerate(section.groups):
         try:
-            matches = [name for name in found if re.search(group.pattern, name)]
+            matches = [name for name in path_list if re.search(group.pattern, name)]
         except re.error as error:
             raise ConfigError(
                 f"config: optimizer.groups.{number}.pattern {group.pattern!r} is not a regular expression: {error}."
@@ -134,15 +134,15 @@ def groups(section: OptimizerSection, params: Tree, ranks: Mapping[str, int] | N
         if not matches:
             raise ConfigError(
                 f"config: optimizer.groups.{number}.pattern {group.pattern!r} matches no parameter; the parameters are "
-                f"{', '.join(found[:12])}{', ...' if len(found) > 12 else ''}."
+                f"{', '.join(path_list[:12])}{', ...' if len(path_list) > 12 else ''}."
             )
 
     def of(name: str, leaf: Any) -> tuple[float, float]:
-        usual = section.weight_decay if _rank(name, leaf, ranks) >= 2 else 0.0
+        base_decay = section.weight_decay if _rank(name, leaf, ranks) >= 2 else 0.0
         for group in section.groups:
             if re.search(group.pattern, name):
-                return usual if group.weight_decay is None else group.weight_decay, group.learning_rate_scale
-        return usual, 1.0
+                return base_decay if group.weight_decay is None else group.weight_decay, group.learning_rate_scale
+        return base_decay, 1.0
 
     decay = jax.tree.map(lambda name, leaf: of(name, leaf)[0], names, params)
     return decay, jax.tree.map(lambda name, leaf: of(name, leaf)[1], names, params)
@@ -200,9 +200,9 @@ def _grouped(decay: Tree, factor: Tree) -> optax.GradientTransformation:
     """Updates plus `decay` times the parameters, times `factor`; both are Python floats by parameter."""
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        def one(u: Any, p: Any, decay: float, factor: float) -> Any:
+        def scale(u: Any, p: Any, decay: float, factor: float) -> Any:
             return factor * (u + decay * p.astype(u.dtype)) if factor else jnp.zeros_like(u)
 
-        return jax.tree.map(one, updates, params, decay, factor), state
+        return jax.tree.map(scale, updates, params, decay, factor), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

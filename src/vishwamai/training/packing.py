@@ -40,7 +40,7 @@ class PackingPlan:
 
 
 def plan_rows(
-    method: str, offsets: np.ndarray, order: np.ndarray, length: int, which: str = "the documents"
+    method: str, offsets: np.ndarray, order: np.ndarray, length: int, label: str = "the documents"
 ) -> PackingPlan:
     """The plan of rows of `length` tokens.
 
@@ -50,7 +50,7 @@ def plan_rows(
       offsets: int64 `[documents + 1]`, where each document begins in the token array.
       order: the documents to pack, in this order.
       length: tokens in a row.
-      which: what an error calls the documents.
+      label: name of the documents in errors.
 
     Raises:
       ConfigError: the documents do not fill one row.
@@ -60,10 +60,10 @@ def plan_rows(
     ([3, 7, 0], [4, 3, 1], [0, 1, 3])
     """
     sizes = offsets[order + 1] - offsets[order]
-    made = _concat(sizes, offsets[order], length) if method == "concat" else _best_fit(sizes, offsets[order], length)
-    if not len(made):
-        raise ConfigError(f"data: {which} have {int(sizes.sum())} tokens, less than one row of {length}; pass more.")
-    return made
+    pieces = _concat(sizes, offsets[order], length) if method == "concat" else _best_fit(sizes, offsets[order], length)
+    if not len(pieces):
+        raise ConfigError(f"data: {label} have {int(sizes.sum())} tokens, less than one row of {length}; pass more.")
+    return pieces
 
 
 def pair_rows(offsets: np.ndarray, order: np.ndarray) -> PackingPlan:
@@ -85,26 +85,26 @@ def row(plan: PackingPlan, tokens: Any, targets: Any, index: int, length: int) -
     by piece, and 0 for padding; `positions`, counted from each piece's start.
 
     Args:
-      plan: of `plan_rows`.
+      plan: result of `plan_rows`.
       tokens: `[all tokens]`.
       targets: bool `[all tokens]`: the token counts in the loss; None if all do.
-      index: of the row.
+      index: number of the row.
       length: tokens in a row.
     """
-    made = {name: np.zeros(length, np.int32) for name in ("tokens", "segment_ids", "positions")}
-    made["labels"] = np.full(length, IGNORED, np.int32)
-    at = 0
+    arrays = {name: np.zeros(length, np.int32) for name in ("tokens", "segment_ids", "positions")}
+    arrays["labels"] = np.full(length, IGNORED, np.int32)
+    position = 0
     for segment, piece in enumerate(range(plan.row_starts[index], plan.row_starts[index + 1]), 1):
         start, size = int(plan.starts[piece]), int(plan.lengths[piece])
-        here = slice(at, at + size)
-        made["tokens"][here] = tokens[start : start + size]
-        labels = made["tokens"][at + 1 : at + size]
-        counted = True if targets is None else targets[start + 1 : start + size]
-        made["labels"][at : at + size - 1] = np.where(counted, labels, IGNORED)
-        made["segment_ids"][here] = segment
-        made["positions"][here] = np.arange(size)
-        at += size
-    return made
+        span = slice(position, position + size)
+        arrays["tokens"][span] = tokens[start : start + size]
+        labels = arrays["tokens"][position + 1 : position + size]
+        is_label = True if targets is None else targets[start + 1 : start + size]
+        arrays["labels"][position : position + size - 1] = np.where(is_label, labels, IGNORED)
+        arrays["segment_ids"][span] = segment
+        arrays["positions"][span] = np.arange(size)
+        position += size
+    return arrays
 
 
 def _concat(sizes: np.ndarray, begins: np.ndarray, length: int) -> PackingPlan:

@@ -20,8 +20,8 @@ from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import ModelConfig
 from vishwamai.training.data import Batch, Corpus, PackedRows
 from vishwamai.training.head import cross_entropy
-from vishwamai.training.layout import Layout
-from vishwamai.training.together import as_first, first_alone
+from vishwamai.training.sharding import Layout
+from vishwamai.training.together import as_first, first_alone, on_host
 from vishwamai.training.tokens import as_npy
 
 
@@ -31,14 +31,14 @@ def answer_logprobs(
     """The log-probability of each answer, the sum over its tokens: float32 `[rows, 2]`.
 
     Args:
-      config: of the model. head: its weight that makes logits.
+      config: configuration of the model. head: weight that makes logits, `[vocab, hidden]`.
       hidden: `[rows, seq, hidden]`, of the model after its last norm.
       batch: `labels` and `segment_ids`, `[rows, seq]`.
       axes: inside `shard_map`, the mesh axes over which the model and its rows are split.
     """
     losses = cross_entropy(config, hidden, head, batch["labels"], axes, reduction="none")
-    found = [jnp.sum(jnp.where(batch["segment_ids"] == s, losses, 0.0), axis=1) for s in (1, 2)]
-    return -axes.row_total(jnp.stack(found, axis=1))
+    totals = [jnp.sum(jnp.where(batch["segment_ids"] == s, losses, 0.0), axis=1) for s in (1, 2)]
+    return -axes.row_total(jnp.stack(totals, axis=1))
 
 
 def preference_loss(logprobs: Any, reference: Any, beta: float) -> tuple[Any, dict[str, Any]]:
@@ -47,7 +47,7 @@ def preference_loss(logprobs: Any, reference: Any, beta: float) -> tuple[Any, di
     Args:
       logprobs: `[rows, 2]` of the model: the chosen answer, the rejected one.
       reference: the same of the reference.
-      beta: how closely the model stays to the reference.
+      beta: factor of the margin; a larger one stays closer to the reference.
 
     Returns:
       The sum over rows, and sums to report: `loss`, `accuracy` (rows whose margin is above 0) and `margin`.
@@ -68,20 +68,20 @@ def with_reference(
     process 0 writes.
 
     Args:
-      corpus: of `data.prepare`.
+      corpus: result of `data.prepare`.
       score: a batch to `[rows, 2]`, `answer_logprobs` of the reference.
       layout: the devices.
       batch_size: rows of a batch.
-      folder: of the run's data.
+      folder: directory of the run's data.
     """
 
     process, processes = layout.reader
     mine = range(batch_size * process // processes, batch_size * (process + 1) // processes)
 
     def write(path: Path, parts: list[Any], count: int) -> None:
-        found = np.concatenate([np.asarray(part, np.float32) for part in parts])[:count]
+        scores = np.concatenate([np.asarray(part, np.float32) for part in parts])[:count]
         with caches.writing(path, "train"):
-            caches.write(path, as_npy(found))
+            caches.write(path, as_npy(scores))
 
     def filled(kind: str, number: int, rows: PackedRows) -> PackedRows:
         path = folder / f"reference-{kind}-{number}.npy"
@@ -89,9 +89,9 @@ def with_reference(
             parts = []
             for start in range(0, len(rows), batch_size):
                 # The last batch is filled up with the first rows, so that all have one shape.
-                found = [rows[(start + i) % len(rows)] for i in mine]
-                batch = {name: np.stack([one[name] for one in found]) for name in found[0]}
-                parts.append(layout.on_host(score(layout.put_batch(batch))))
+                entries = [rows[(start + i) % len(rows)] for i in mine]
+                batch = {name: np.stack([entry[name] for entry in entries]) for name in entries[0]}
+                parts.append(on_host(score(layout.put_batch(batch))))
             first_alone(lambda: write(path, parts, len(rows)))
         return PackedRows(rows.tokens, rows.plan, rows.length, np.load(path))
 

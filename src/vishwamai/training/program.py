@@ -14,19 +14,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from vishwamai.aot.compile import libtpu
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.target import Target
 from vishwamai.training.compiling import compiler_options
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.layout import Layout, batch_spec
-from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, whole
-from vishwamai.training.mesh import make_layout
-from vishwamai.training.model import ModelParts
+from vishwamai.training.gather import by_row, gather_parameter, gather_parameters, over_devices, rounding, summed
+from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, merge_adapters
+from vishwamai.training.model import ModelParts, model_shapes
 from vishwamai.training.packing import REFERENCE
-from vishwamai.training.pipelined import PipelinedLoss, pipelined
-from vishwamai.training.rounding import rounding
-from vishwamai.training.stages import Stages, make_stages
+from vishwamai.training.pipeline.loss import PipelinedLoss, pipelined, pipelined_logprobs
+from vishwamai.training.pipeline.stages import Stages, make_stages
+from vishwamai.training.preferences import answer_logprobs
+from vishwamai.training.sharding import Layout, batch_spec, make_layout
+from vishwamai.training.slices import on_slice
 from vishwamai.training.step import (
     Loss,
     Optimizer,
@@ -34,7 +36,9 @@ from vishwamai.training.step import (
     accumulated,
     first_loss_scale,
     initial_state,
+    loss_count,
     model_loss,
+    run_model,
     train_step,
     update_rule,
 )
@@ -80,6 +84,10 @@ class TrainingStep:
         """`make_loss` on the devices of a layout."""
         return make_loss(self.config, self.parts, layout, self.stages, attach_scales, policy)
 
+    def place(self, params: Tree) -> Tree:
+        """Parameters in the form of checkpoints as the stages hold them."""
+        return params if self.stages is None else self.stages.place(params)
+
     def initial(self, params: Tree, update: Optimizer) -> TrainState:
         """The state before the first step."""
         average = self.config.optimizer.ema_decay is not None
@@ -91,11 +99,11 @@ class TrainingProgram:
     """The step of a configuration on devices, which are there or described.
 
     Attributes:
-      shapes: of the state, the batch and the frozen parameters.
-      layout: where they lie.
+      shapes: shapes of the state, the batch and the frozen parameters.
+      layout: their placement on the mesh.
       update: the update rule.
-      attach_scales: of 8-bit products; None without them.
-      options: of the compiler, by name.
+      attach_scales: puts the scales of 8-bit products among the parameters; None without them.
+      options: options of the compiler, by name.
     """
 
     shapes: TrainingStep
@@ -117,6 +125,40 @@ class TrainingProgram:
         """One step as a function of state, batch and frozen parameters."""
         return make_step(self.config, self.loss(policy), self.update, self.layout)
 
+    def evaluation(self) -> Callable[..., tuple[Any, Any]]:
+        """Parameters, batch and frozen parameters to the sum of the loss, and over how many tokens or pairs."""
+        loss, layout = self.loss("none"), self.layout
+
+        def count(params: Tree, batch: Tree, **frozen: Tree) -> tuple[None, tuple[Any, Any]]:
+            if isinstance(loss, PipelinedLoss):
+                options = {"microbatches": self.config.microbatches, "gradients": False}
+                sums = pipelined(loss, params, batch, 1.0, **options, **frozen)[1]
+            else:
+                sums = loss(params, batch, **frozen)[1]
+            return None, (sums["loss"], loss_count(batch, layout.model_axes))
+
+        def evaluate(params: Tree, batch: Tree, frozen: Tree = None) -> tuple[Any, Any]:
+            return over_devices(layout, count, params, gradients=False, frozen=frozen)(params, batch)[1]
+
+        return evaluate
+
+    def reference(self, params: Tree) -> Callable[[Tree, Tree], Any]:
+        """Parameters like `params`, without adapters, and a batch to the log-probabilities of its answers."""
+        loss, parts, layout = self.loss("none"), self.shapes.parts, self.layout
+        gather = None if layout.mesh is None else functools.partial(gather_parameters, layout)
+        if self.config.lora.rank:
+            gather = functools.partial(merge_adapters, gather=functools.partial(gather_parameter, layout))
+
+        def logprobs(params: Tree, batch: Tree) -> Any:
+            if isinstance(loss, PipelinedLoss):
+                base = dataclasses.replace(loss, adapt=None)
+                return pipelined_logprobs(base, params, batch, microbatches=self.config.microbatches)
+            axes = layout.model_axes
+            model, hidden, _ = run_model(parts.graph, parts.rest, params, batch, gather=gather, axes=axes)
+            return answer_logprobs(model.config, model.head_weight(), hidden, batch, axes)
+
+        return by_row(layout, logprobs, params)
+
     @property
     def arguments(self) -> tuple[Shapes, ...]:
         """Shapes of the state, a batch and the frozen parameters where there are some, with their shardings."""
@@ -132,13 +174,14 @@ class TrainingProgram:
         return (state, batch) if frozen is None else (state, batch, frozen)
 
 
-def training_step(config: TrainConfig, parts: ModelParts) -> TrainingStep:
+def training_step(config: TrainConfig, parts: ModelParts | None = None) -> TrainingStep:
     """The shapes of a step; no array is made.
 
     Args:
-      config: of the run.
-      parts: its model, of which shapes are enough.
+      config: configuration of the run.
+      parts: its model, of which shapes are enough; None for that of the configuration, as it is on a TPU.
     """
+    parts = model_shapes(config) if parts is None else parts
     params, frozen, ranks = parts.params, None, parts.ranks
     if config.lora.rank:
         frozen, ranks = params, ADAPTER_RANKS
@@ -161,7 +204,7 @@ def training_program(
       config: checked by `checks.check_step`.
       parts: its model, of which shapes are enough.
       chip: the TPU that it is for; None for another platform.
-      devices: of the chip; None for those of JAX.
+      devices: devices of the chip; None for those of JAX.
 
     Raises: as `make_layout`, `make_stages` and `compiler_options`.
     """
@@ -172,6 +215,19 @@ def training_program(
     return TrainingProgram(
         shapes, layout, *shapes.update_rule(layout.mesh_axes), compiler_options(config, chip, layout.devices)
     )
+
+
+def program_on(target: str, config: TrainConfig) -> TrainingProgram:
+    """The program of a configuration on the devices of a TPU target, which need not be there.
+
+    Args:
+      target: chip or slice.
+      config: configuration of a run, of which no file of the data is read.
+
+    Raises: as `slices.on_slice`, `model_shapes` and `training_program`.
+    """
+    config = on_slice(config, target)
+    return training_program(config, model_shapes(config), Target.parse_chip(target), libtpu.devices_for(target))
 
 
 def make_loss(
@@ -186,22 +242,30 @@ def make_loss(
     some; with stages a `PipelinedLoss`.
 
     Args:
-      config: of the run. parts: its model, of which shapes are enough. layout: its devices.
-      stages: of `make_stages`.
-      attach_scales: of `step.update_rule`.
-      policy: in place of `config.remat`.
+      config: configuration of the run. parts: its model, of which shapes are enough. layout: placement on its devices.
+      stages: result of `make_stages`.
+      attach_scales: result of `step.update_rule`.
+      policy: policy in place of `config.remat`.
     """
-    adapters, axes, kept = config.lora.rank > 0, layout.model_axes, parts.kept(policy or config.remat)
+    adapters, axes, policy_function = (
+        config.lora.rank > 0,
+        layout.model_axes,
+        parts.checkpoint_policy(policy or config.remat),
+    )
     rounded = rounding(config, layout)
-    gather = None if layout.mesh is None else layout.gather if rounded is None else rounded.gather
+    gather = None
+    if layout.mesh is not None:
+        gather = functools.partial(gather_parameters, layout) if rounded is None else rounded.gather
     if adapters:
-        gather = functools.partial(whole, gather=layout.whole)
+        gather = functools.partial(merge_adapters, gather=functools.partial(gather_parameter, layout))
     if stages is not None:
         dtype = parts.merge(parts.params).dtype
         adapt = functools.partial(attach, config.lora) if adapters else None
-        given = gather, axes, attach_scales, layout.ends, adapt, config.dpo.beta
-        return PipelinedLoss(stages, parts.config, dtype, config.loss, kept, *given)
-    full = model_loss(parts.graph, parts.rest, config.loss, kept, gather, attach_scales, axes, config.dpo.beta)
+        arguments = gather, axes, attach_scales, layout.ends, adapt, config.dpo.beta
+        return PipelinedLoss(stages, parts.config, dtype, config.loss, policy_function, *arguments)
+    full = model_loss(
+        parts.graph, parts.rest, config.loss, policy_function, gather, attach_scales, axes, config.dpo.beta
+    )
 
     def loss(params: Tree, batch: Tree, frozen: Tree = None) -> tuple[Any, dict[str, Any]]:
         return full(params if frozen is None else attach(config.lora, frozen, params), batch)
@@ -221,7 +285,7 @@ def make_step(
     if isinstance(loss, PipelinedLoss):
         accumulate = pipelined
     elif rounded is not None:
-        accumulate = functools.partial(accumulated, summed=layout.summed, places=rounded.places)
+        accumulate = functools.partial(accumulated, summed=functools.partial(summed, layout), places=rounded.places)
 
     def step(state: TrainState, batch: Tree, frozen: Tree = None) -> tuple[TrainState, dict[str, Any]]:
         options = {"loss": loss, "accumulate": accumulate, "frozen": frozen}

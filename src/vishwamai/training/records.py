@@ -28,10 +28,10 @@ class Record:
       tokens: tokens of all batches so far, padding included.
       tokens_per_second: since the record before, of the time in steps.
       gradient_norm: global norm before clipping.
-      learning_rate: rate of the step.
+      learning_rate: learning rate of the step.
       skipped: steps skipped so far for their gradients.
       memory: peak bytes: the fullest device's, or on the CPU the process's; the largest of all processes so far.
-      seconds: wall time since the run (or its resumption) began. step_seconds: those spent in steps.
+      seconds: wall time since the run (or its resumption) began. step_seconds: seconds spent in steps.
       evaluation_loss: loss on the held-out documents, at the steps that compute it.
       load_balance: the experts' load-balancing loss, 1 where all are equally used.
       overload: tokens of the fullest expert of any layer, relative to the mean.
@@ -112,9 +112,9 @@ class RecordFiles:
 
     def __init__(self, folder: Path, last: int, tensorboard: bool):
         path = folder / "metrics.jsonl"
-        kept = [record for record in read_records(path) if record.step <= last]
-        path.write_text("".join(record.to_json() + "\n" for record in kept), encoding="utf-8")
-        self.peak = max((record.memory for record in kept), default=0)
+        earlier = [record for record in read_records(path) if record.step <= last]
+        path.write_text("".join(record.to_json() + "\n" for record in earlier), encoding="utf-8")
+        self.peak = max((record.memory for record in earlier), default=0)
         self.lines = path.open("a", encoding="utf-8")
         self.events = None
         if tensorboard:  # the suffix tells files of one second apart
@@ -142,8 +142,8 @@ class StepMeter:
     """Times the steps of a run and makes its records.
 
     Args:
-      at: the step from which the run goes on.
-      tokens: count in a step.
+      first: number of the step from which the run goes on.
+      tokens: tokens of a step.
       flops_per_token: operations of a step for each. peak_flops: FLOP/s of all devices; None where it is not known.
       compute_dtype: dtype of activations and products.
 
@@ -151,11 +151,11 @@ class StepMeter:
       peak: bytes that earlier processes of the run took. run: facts for the next record, which alone has them.
     """
 
-    def __init__(self, at: int, tokens: int, flops_per_token: float, peak_flops: float | None, compute_dtype: str):
+    def __init__(self, first: int, tokens: int, flops_per_token: float, peak_flops: float | None, compute_dtype: str):
         self.tokens, self.flops_per_token, self.peak_flops = tokens, flops_per_token, peak_flops
         self.compute_dtype = compute_dtype
         self.begun = time.perf_counter()
-        self.at = self.recorded = at
+        self.steps = self.recorded = first
         self.seconds = self.recorded_seconds = 0.0
         self.peak = 0
         self.run: dict[str, Any] | None = None
@@ -165,29 +165,29 @@ class StepMeter:
         """Around one step."""
         started = time.perf_counter()
         yield
-        self.at += 1
+        self.steps += 1
         self.seconds += time.perf_counter() - started
 
-    def record(self, shown: dict[str, Any], learning_rate: float, evaluation_loss: float | None) -> Record:
+    def record(self, scalars: dict[str, Any], learning_rate: float, evaluation_loss: float | None) -> Record:
         """The record of the last step.
 
         Args:
-          shown: what the step showed, on the host: by the names of `Record`'s attributes, and others.
-          learning_rate, evaluation_loss: values of the step.
+          scalars: results of the step, on the host, by the names of `Record`'s attributes, and others.
+          learning_rate, evaluation_loss: figures of the step.
         """
-        rate = (self.at - self.recorded) * self.tokens / (self.seconds - self.recorded_seconds)
-        self.recorded, self.recorded_seconds = self.at, self.seconds
+        rate = (self.steps - self.recorded) * self.tokens / (self.seconds - self.recorded_seconds)
+        self.recorded, self.recorded_seconds = self.steps, self.seconds
         run, self.run = self.run, None
         self.peak = max(self.peak, peak_memory())
         optional = ("load_balance", "overload", "accuracy", "margin")
         return Record(
-            step=self.at,
-            loss=float(shown["loss"]),
-            tokens=self.at * self.tokens,
+            step=self.steps,
+            loss=float(scalars["loss"]),
+            tokens=self.steps * self.tokens,
             tokens_per_second=rate,
-            gradient_norm=float(shown["gradient_norm"]),
+            gradient_norm=float(scalars["gradient_norm"]),
             learning_rate=learning_rate,
-            skipped=int(shown["skipped"]),
+            skipped=int(scalars["skipped"]),
             memory=self.peak,
             seconds=time.perf_counter() - self.begun,
             step_seconds=self.seconds,
@@ -195,14 +195,14 @@ class StepMeter:
             compute_dtype=self.compute_dtype,
             mfu=None if self.peak_flops is None else rate * self.flops_per_token / self.peak_flops,
             run=run,
-            **{name: float(shown[name]) for name in optional if name in shown},
+            **{name: float(scalars[name]) for name in optional if name in scalars},
         )
 
 
 def peak_memory() -> int:
     """Peak bytes of the fullest device of this process, or on the CPU of the process itself."""
     stats: list[dict[str, Any]] = [device.memory_stats() or {} for device in jax.local_devices()]
-    peak = max(found.get("peak_bytes_in_use", 0) for found in stats)
+    peak = max(stat.get("peak_bytes_in_use", 0) for stat in stats)
     if peak:
         return int(peak)
     unit = 1 if sys.platform == "darwin" else 1024

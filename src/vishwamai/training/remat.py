@@ -81,12 +81,12 @@ def memory_limit(policy: str) -> int | None:
     """
     if not policy.startswith(AUTOMATIC):
         return None
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", policy.removeprefix(AUTOMATIC))
-    if found is None or found[2].upper() not in _UNITS or not float(found[1]):
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", policy.removeprefix(AUTOMATIC))
+    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
         raise ConfigError(
             f"remat: {policy!r} does not name a number of bytes; write auto:12GiB, auto:800MB or auto:8000000000."
         )
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def fitting_policy(limit: int, needs: Callable[[str], int]) -> str:
@@ -102,32 +102,32 @@ def fitting_policy(limit: int, needs: Callable[[str], int]) -> str:
     >>> fitting_policy(100, {"none": 300, "dots": 120, "block_wise": 90, "full": 60}.__getitem__)
     'block_wise'
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for policy in _LADDER:
-        found[policy] = needs(policy)
-        if found[policy] <= limit:
+        sizes[policy] = needs(policy)
+        if sizes[policy] <= limit:
             return policy
-    listed = ", ".join(f"{policy} {size / 2**20:,.0f} MiB" for policy, size in found.items())
+    listed = ", ".join(f"{policy} {size / 2**20:,.0f} MiB" for policy, size in sizes.items())
     raise ConfigError(
         f"remat: no policy fits into {limit / 2**20:,.0f} MiB of a device; a step needs: {listed}. Raise microbatches, "
         "or split over more devices (mesh.fsdp)."
     )
 
 
-def checkpointed(model: Decoder, kept: Any, gather: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+def checkpointed(model: Decoder, policy: Any, gather: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
     """The model's forward pass, `Decoder.with_load`, with a policy of `checkpoint_policy`.
 
     Args:
       model: the decoder.
-      kept: the policy, or None to keep everything.
+      policy: the policy, or None to keep everything.
       gather: makes the parameters of a layer whole, inside what is computed again.
     """
-    if kept is None and gather is None:
+    if policy is None and gather is None:
         return model.with_load
-    return functools.partial(model.with_load, wrap_layer=layer_wrapper(kept, gather))
+    return functools.partial(model.with_load, wrap_layer=layer_wrapper(policy, gather))
 
 
-def layer_wrapper(kept: Any, gather: Callable[[Any], Any] | None) -> Callable[..., Any]:
+def layer_wrapper(policy: Any, gather: Callable[[Any], Any] | None) -> Callable[..., Any]:
     """What `Decoder.__call__` takes as `wrap_layer`; the arguments are those of `checkpointed`."""
 
     def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +139,7 @@ def layer_wrapper(kept: Any, gather: Callable[[Any], Any] | None) -> Callable[..
             stream, delta = carry
             return gathered((checkpoint_name(stream + delta, _INPUT), None), pages, group, index)
 
-        return gathered if kept is None else jax.checkpoint(joined, policy=kept)
+        return gathered if policy is None else jax.checkpoint(joined, policy=policy)
 
     return wrap
 
@@ -148,12 +148,12 @@ def activation_names(model: Decoder) -> tuple[str, ...]:
     """The names of a model's activations, in the order of the forward pass; the trace does not run, and says nothing of
     kernels that decline.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
 
     def walk(jaxpr: Any) -> None:
         for equation in jaxpr.eqns:
             if equation.primitive.name == "name":
-                found[equation.params["name"]] = None
+                names[equation.params["name"]] = None
             for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
                 if hasattr(inner, "eqns"):
                     walk(inner)
@@ -162,7 +162,7 @@ def activation_names(model: Decoder) -> tuple[str, ...]:
 
     with observe.watching(observe.PlanRecorder(dry_run=True)):
         walk(jax.make_jaxpr(lambda tokens: model(tokens))(jax.ShapeDtypeStruct((1, 8), jnp.int32)).jaxpr)
-    return tuple(found)
+    return tuple(names)
 
 
 def checkpoint_policy(model: Decoder, policy: str) -> Any:
@@ -194,8 +194,8 @@ def checkpoint_policy(model: Decoder, policy: str) -> Any:
     names = activation_names(model)
     if policy == "dots":
         return save(*(name for name in names if name not in (_MLP_INPUT, _STREAM)))
-    asked = [name.strip() for name in policy.split(",")]
-    for name in asked:
+    chosen = [name.strip() for name in policy.split(",")]
+    for name in chosen:
         if name not in names:
             near = difflib.get_close_matches(name, (*POLICIES, *names), n=1, cutoff=0.5)
             raise ConfigError(
@@ -203,4 +203,4 @@ def checkpoint_policy(model: Decoder, policy: str) -> Any:
                 f"{f'did you mean {near[0]!r}? ' if near else ''}The policies are {', '.join(POLICIES)}; the "
                 f"activations of this model are {', '.join(names)}."
             )
-    return save(*asked)
+    return save(*chosen)

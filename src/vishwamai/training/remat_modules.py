@@ -31,7 +31,7 @@ def checkpoint_blocks(model: nnx.Module | linen.Module, policy: str) -> nnx.Modu
     """The module with its blocks under a policy: its numbers and its tree of parameters stay.
 
     Args:
-      model: of NNX, which shares its parameters with the result, or of linen.
+      model: module of NNX, which shares its parameters with the result, or of linen.
       policy: "block_wise" or "full" keep the input of each block, "dots" the results of products too, "none" all.
 
     Raises:
@@ -51,14 +51,14 @@ def _alike(siblings: Mapping[Path, Any]) -> tuple[Path, ...]:
     """The topmost paths with a sibling that is alike; the children of the root where there are none.
 
     Args:
-      siblings: what a path must share with another one to be alike, by path.
+      siblings: properties that alike paths share, by path.
     """
     groups: dict[Any, list[Path]] = {}
     for path, kind in siblings.items():
         groups.setdefault((path[:-1], kind), []).append(path)
-    found = sorted((path for group in groups.values() if len(group) > 1 for path in group), key=len)
+    paths = sorted((path for group in groups.values() if len(group) > 1 for path in group), key=len)
     top: list[Path] = []
-    for path in found:
+    for path in paths:
         if not any(path[: len(above)] == above for above in top):
             top.append(path)
     return tuple(top) or tuple(path for path in siblings if len(path) == 1)

@@ -22,8 +22,8 @@ def write_report(
     """Writes the page, some hundred KB at most; a file of that name is replaced whole.
 
     Args:
-      config: of the run.
-      records: of the run, at least one.
+      config: configuration of the run.
+      records: records of the run, at least one.
       path: the file to write.
       bad: records of the data that could not be read.
       sample: text that the model wrote.
@@ -87,7 +87,7 @@ def _ends(records: Sequence[Record]) -> list[Record]:
 def _facts(records: Sequence[Record]) -> list[tuple[str, str]]:
     last = records[-1]
     rates = sorted(r.tokens_per_second for r in records)
-    found = [
+    facts = [
         ("last loss", f"{last.loss:.3f}"),
         ("steps", f"{last.step:,}"),
         ("tokens", f"{last.tokens:,}"),
@@ -99,4 +99,4 @@ def _facts(records: Sequence[Record]) -> list[tuple[str, str]]:
         ("activations and products", last.compute_dtype or "unknown"),
     ]
     evaluated = [r.evaluation_loss for r in records if r.evaluation_loss is not None]
-    return [("held-out loss", f"{evaluated[-1]:.3f}"), *found] if evaluated else found
+    return [("held-out loss", f"{evaluated[-1]:.3f}"), *facts] if evaluated else facts

@@ -22,8 +22,8 @@ def sample(model: Decoder, tokenizer: Tokenizer, prompt: str, tokens: int, seed:
       model: the decoder.
       tokenizer: its tokenizer.
       prompt: the text to continue, at least one token.
-      tokens: how many to write; fewer if the model ends its text.
-      seed: of the random choices.
+      tokens: number of tokens to write; fewer if the model ends its text.
+      seed: seed of the random choices.
     """
     ids = [*first_tokens(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
     end = model.config.eos_token_id
@@ -32,13 +32,13 @@ def sample(model: Decoder, tokenizer: Tokenizer, prompt: str, tokens: int, seed:
     row[0, : len(ids)] = ids
 
     @jax.jit
-    def choose(row: Any, at: Any, key: Any) -> Any:
-        hidden = model(row)[:, at - 1]
+    def choose(row: Any, position: Any, key: Any) -> Any:
+        hidden = model(row)[:, position - 1]
         return jax.random.categorical(key, model.logits(hidden)[0].astype(jnp.float32) / 0.7)
 
     keys = jax.random.split(jax.random.key(seed), tokens)
-    for at, key in enumerate(keys, len(ids)):
-        row[0, at] = int(choose(row, at, key))
-        if int(row[0, at]) in ends:
-            return tokenizer.decode(row[0, :at].tolist())
+    for position, key in enumerate(keys, len(ids)):
+        row[0, position] = int(choose(row, position, key))
+        if int(row[0, position]) in ends:
+            return tokenizer.decode(row[0, :position].tolist())
     return tokenizer.decode(row[0].tolist())

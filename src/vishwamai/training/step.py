@@ -21,12 +21,13 @@ from vishwamai.training.adam import kept_where
 from vishwamai.training.adamw import AdamW, why_not
 from vishwamai.training.config import LossSection, TrainConfig
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
+from vishwamai.training.gather import by_part, over_devices, summed
 from vishwamai.training.head import cross_entropy
-from vishwamai.training.layout import Layout
 from vishwamai.training.optimizers import apply_updates, optimizer
 from vishwamai.training.packing import IGNORED, REFERENCE
 from vishwamai.training.preferences import answer_logprobs, preference_loss
 from vishwamai.training.remat import checkpointed
+from vishwamai.training.sharding import Layout
 
 Tree = Any
 
@@ -70,7 +71,7 @@ class TrainState:
       average: moving average of the parameters in float32, or None.
       skips: int32 scalar, steps skipped in a row.
       skipped: int32 scalar, steps skipped in all.
-      loss_scale: of float16, or None.
+      loss_scale: scale of float16's loss, or None.
     """
 
     step: Any
@@ -96,8 +97,8 @@ def update_rule(
     """The update rule of a configuration, and what `model_loss` takes as `attach`.
 
     Args:
-      config: of the run.
-      params: those that are trained, or their shapes.
+      config: configuration of the run.
+      params: trained parameters, or their shapes.
       ranks: axes of a parameter by the last name of its path, without that of stacked layers.
       axes: inside `shard_map`, the axes of the mesh.
     """
@@ -115,7 +116,7 @@ def initial_state(
 
     Args:
       params: the parameters.
-      optimizer: of `optimizers.optimizer`.
+      optimizer: result of `optimizers.optimizer`.
       average: keep a moving average of the parameters.
       loss_scale: the first factor of the loss, of float16; None for other dtypes.
     """
@@ -130,7 +131,7 @@ def model_loss(
     graph: nnx.GraphDef[Any],
     rest: Tree,
     section: LossSection | None = None,
-    kept: Any = None,
+    policy: Any = None,
     gather: Callable[[Tree], Tree] | None = None,
     attach: Callable[[Tree], Tree] | None = None,
     axes: MeshAxes = ONE_DEVICE,
@@ -140,14 +141,14 @@ def model_loss(
     the loss of `preferences.preference_loss` alone.
 
     Args:
-      graph: of `nnx.split(model, nnx.Param, ...)`.
+      graph: result of `nnx.split(model, nnx.Param, ...)`.
       rest: the model's other variables.
       section: weights of the terms; None for the defaults.
-      kept: what the backward pass keeps, of `remat.checkpoint_policy`; None for everything.
+      policy: result of `remat.checkpoint_policy`: arrays that the backward pass keeps; None for everything.
       gather: makes parameters whole where they are used, such as `Layout.gather`; None where they are.
       attach: puts weights that multiply by themselves among the parameters, such as `FP8Optimizer.attach`.
       axes: the mesh axes over which the model is split, `Layout.model_axes`.
-      beta: of preferences.
+      beta: `dpo.beta`.
 
     Returns:
       The loss: `(sum over counted tokens, sums)`. The sums are `loss` (the cross entropy alone), and of a mixture of
@@ -158,14 +159,14 @@ def model_loss(
     section = LossSection() if section is None else section
 
     def loss(params: Tree, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        model, hidden, loads = run_model(graph, rest, params, batch, kept, gather, attach, axes)
+        model, hidden, loads = run_model(graph, rest, params, batch, policy, gather, attach, axes)
         total, sums = head_loss(model.config, section, beta, hidden, model.head_weight(), batch, axes)
-        found = {str(i): load for i, load in enumerate(loads) if load is not None}
-        if found and REFERENCE not in batch:
+        loads_by_layer = {str(i): load for i, load in enumerate(loads) if load is not None}
+        if loads_by_layer and REFERENCE not in batch:
             number = jnp.sum(batch["labels"] != IGNORED)
-            balance, z = (number * value for value in _mean_losses(found))
+            balance, z = (number * value for value in _mean_losses(loads_by_layer))
             total = total + section.load_balance * balance + section.router_z_loss * z
-            counts = {place: load.counts for place, load in found.items()}
+            counts = {place: load.counts for place, load in loads_by_layer.items()}
             sums |= {"load_balance": balance, "router_z": z, EXPERT_COUNTS: counts}
         return total, sums
 
@@ -194,11 +195,11 @@ def token_loss(
     config: ModelConfig, section: LossSection, hidden: Any, head: Any, labels: Any, axes: MeshAxes = ONE_DEVICE
 ) -> tuple[Any, dict[str, Any]]:
     """The loss of hidden states `[batch, seq, hidden]` after the last norm, and its sums, as those of `Loss`."""
-    wanted = {"reduction": "sum", "return_logsumexp": bool(section.z_loss)}
-    found = cross_entropy(config, hidden, head, labels, axes, **wanted)
+    options = {"reduction": "sum", "return_logsumexp": bool(section.z_loss)}
+    total = cross_entropy(config, hidden, head, labels, axes, **options)
     if not section.z_loss:
-        return found, {"loss": found}
-    plain, logsumexp = found
+        return total, {"loss": total}
+    plain, logsumexp = total
     z = jnp.sum(jnp.where(labels != IGNORED, jnp.square(logsumexp), 0.0))
     return plain + section.z_loss * z, {"loss": plain}
 
@@ -208,7 +209,7 @@ def run_model(
     rest: Tree,
     params: Tree,
     batch: dict[str, Any],
-    kept: Any = None,
+    policy: Any = None,
     gather: Callable[[Tree], Tree] | None = None,
     attach: Callable[[Tree], Tree] | None = None,
     axes: MeshAxes = ONE_DEVICE,
@@ -222,7 +223,7 @@ def run_model(
         layers = params["layers"]  # each is gathered where it runs
         params = gather({k: v for k, v in params.items() if k != "layers"}) | {"layers": layers}
     model = nnx.merge(graph, params, rest)
-    forward = checkpointed(model, kept, gather)
+    forward = checkpointed(model, policy, gather)
     where = {name: batch[name] for name in ("positions", "segment_ids")}
     return model, *forward(batch["tokens"], **where, axes=axes)
 
@@ -234,7 +235,7 @@ EXPERT_COUNTS = "expert_counts"
 def _mean_losses(loads: dict[str, ExpertLoad]) -> tuple[Any, Any]:
     """The load-balancing loss and the z-loss, each the mean over all layers with experts."""
     balance, z = (
-        jnp.concatenate([jnp.ravel(x) for x in those]) for those in zip(*((v[0], v[1]) for v in loads.values()))
+        jnp.concatenate([jnp.ravel(x) for x in columns]) for columns in zip(*((v[0], v[1]) for v in loads.values()))
     )
     return jnp.mean(balance), jnp.mean(z)
 
@@ -245,19 +246,19 @@ def moved_corrections(params: Tree, counts: dict[str, Any], rate: float) -> Tree
 
     Args:
       params: the parameters of a decoder.
-      counts: by entry of its layers, tokens that chose each expert, `[..., experts]`.
-      rate: how far; their u, 0.001.
+      counts: tokens that chose each expert, `[..., experts]`, by entry of its layers.
+      rate: length of the move; the paper's u, 0.001.
     """
     layers = dict(params["layers"])
     for place, count in counts.items():
-        at = next(key for key in layers if str(key) == place)
-        correction, count = layers[at]["router_correction"], count.astype(jnp.float32)
+        layer = next(key for key in layers if str(key) == place)
+        correction, count = layers[layer]["router_correction"], count.astype(jnp.float32)
         step = rate * jnp.sign(count.mean(axis=-1, keepdims=True) - count)
-        layers[at] = layers[at] | {"router_correction": correction + step.astype(correction.dtype)}
+        layers[layer] = layers[layer] | {"router_correction": correction + step.astype(correction.dtype)}
     return params | {"layers": layers}
 
 
-def counted(batch: dict[str, Any], axes: MeshAxes = ONE_DEVICE) -> Any:
+def loss_count(batch: dict[str, Any], axes: MeshAxes = ONE_DEVICE) -> Any:
     """Over what the loss of a batch is a mean: tokens in the loss, or pairs of answers. Inside `shard_map`, those of
     this device, to be added up over the devices of tokens.
     """
@@ -280,9 +281,9 @@ def accumulated(
     """Gradients of `scale * loss`, and the sums that `loss` reports, over equal parts of the batch in turn.
 
     Args:
-      summed: `Layout.summed`, of the gradients of a part.
-      places: what gradients are taken of, `Rounding.places`; the parameters themselves by default.
-      frozen: what `loss` takes as it is.
+      summed: `gather.summed`, of the gradients of a part.
+      places: arrays that gradients are taken of, `Rounding.places`; the parameters themselves by default.
+      frozen: parameters without gradients.
     """
     of, joined = places(params)
 
@@ -297,13 +298,13 @@ def accumulated(
         return part(batch)
     parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
-    def join(path: Any, total: Any, one: Any) -> Any:
-        one = one.astype(total.dtype)
+    def join(path: Any, total: Any, part: Any) -> Any:
+        part = part.astype(total.dtype)
         # path[0] is 0 for the gradients, path[1] their first name.
-        return jnp.maximum(total, one) if path[1] == jax.tree_util.DictKey(SCALES) else total + one
+        return jnp.maximum(total, part) if path[1] == jax.tree_util.DictKey(SCALES) else total + part
 
-    def add(total: Tree, one: dict[str, Any]) -> tuple[Tree, None]:
-        gradients, sums = part(one)
+    def add(total: Tree, microbatch: dict[str, Any]) -> tuple[Tree, None]:
+        gradients, sums = part(microbatch)
         return jax.tree_util.tree_map_with_path(join, total, (summed(gradients), sums)), None
 
     shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], parts))
@@ -325,26 +326,26 @@ def updated(
     """Parameters and the optimizer's state after a step; both as they were where it is not `good`.
 
     Args:
-      optimizer: of `optimizers.optimizer`.
-      gradients: of the parameters. largest: of the scales of 8-bit products, or empty.
+      optimizer: result of `optimizers.optimizer`.
+      gradients: gradients of the parameters. largest: maxima for the scales of 8-bit products, or empty.
       params, state: before the step.
       clip: factor of the gradients, or None.
-      good: whether to take the step.
+      good: boolean scalar, whether to take the step.
       layout: the devices.
-      key: of `optimizers.apply_updates`.
+      key: random key of `optimizers.apply_updates`.
     """
     rule = optimizer if isinstance(optimizer, FP8Optimizer) else optax.with_extra_args_support(optimizer)
 
     def by_xla(gradients: Tree, params: Tree, state: Tree, factor: Any, good: Any) -> tuple[Tree, Tree]:
         if clip is not None:
             gradients = jax.tree.map(lambda g: g * factor, gradients)
-        given: Tree = gradients | largest if largest else gradients
-        updates, after = rule.update(given, state, params, good=good)
+        gradients_and_scales: Tree = gradients | largest if largest else gradients
+        updates, after = rule.update(gradients_and_scales, state, params, good=good)
         return kept_where(good, (apply_updates(params, updates, key), after), (params, state))
 
     branches = {}
     if isinstance(optimizer, AdamW) and why_not(gradients, params, state[0]) is None:
-        branches["cpu"] = layout.by_part(optimizer.one_pass)
+        branches["cpu"] = by_part(layout, optimizer.one_pass)
     factor = jnp.ones((), jnp.float32) if clip is None else clip
     return by_platform(by_xla, branches, gradients, params, state, factor, good)
 
@@ -368,11 +369,11 @@ def train_step(
     Args:
       state: before the step.
       batch: arrays `[rows, sequence_length]`, as `data.Batch`.
-      loss: of `model_loss`, or another with its signature; or what `accumulate` takes in its place.
-      optimizer: of `optimizers.optimizer`.
+      loss: result of `model_loss`, or another function with its signature; or a loss that `accumulate` takes.
+      optimizer: result of `optimizers.optimizer`.
       config: read for its microbatches, clipping, guard and average.
       layout: the devices; None for one.
-      accumulate: gradients and sums over the microbatches, such as `stages.pipelined`; None for `accumulated`.
+      accumulate: gradients and sums over the microbatches, such as `pipeline.loss.pipelined`; None for `accumulated`.
       frozen: parameters without gradients, which `loss` or `accumulate` takes by that name where there are some.
 
     Returns:
@@ -380,9 +381,9 @@ def train_step(
       experts also `load_balance`, `router_z`, and `overload` (the fullest expert's tokens, relative to the mean).
     """
     layout = Layout() if layout is None else layout
-    over_parts = functools.partial(accumulated, summed=layout.summed) if accumulate is None else accumulate
+    over_parts = accumulate or functools.partial(accumulated, summed=functools.partial(summed, layout))
     tokens = jnp.sum(batch["labels"] != IGNORED)
-    scale = 1.0 / jnp.maximum(counted(batch), 1).astype(jnp.float32)
+    scale = 1.0 / jnp.maximum(loss_count(batch), 1).astype(jnp.float32)
     grows = None if state.loss_scale is None else state.loss_scale.factor
     trained = state.params
     if isinstance(optimizer, FP8Optimizer):
@@ -391,7 +392,7 @@ def train_step(
     def compute(params: Tree, batch: Tree, scale: Any, **frozen: Tree) -> tuple[Tree, Tree]:
         return over_parts(loss, params, batch, scale, microbatches=config.microbatches, **frozen)
 
-    of_all = layout.over_devices(compute, trained, frozen=frozen)
+    of_all = over_devices(layout, compute, trained, frozen=frozen)
     factor = scale / layout.copies
     gradients, sums = of_all(trained, batch, factor if grows is None else factor * grows)
     counts = sums.pop(EXPERT_COUNTS, None)
@@ -416,17 +417,17 @@ def train_step(
     average = state.average
     if average is not None:
         decay = config.optimizer.ema_decay or 0.0
-        moved = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p.astype(a.dtype), average, params)
-        average = kept_where(good, moved, average)
+        next_average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p.astype(a.dtype), average, params)
+        average = kept_where(good, next_average, average)
     bad = jnp.where(good, 0, 1).astype(jnp.int32)
     after = TrainState(
         state.step + 1, params, moments, average, jnp.where(good, 0, state.skips + 1), state.skipped + bad, loss_scale
     )
-    shown = {"gradient_norm": norm, "tokens": tokens, "skips": after.skips, "skipped": after.skipped}
+    scalars = {"gradient_norm": norm, "tokens": tokens, "skips": after.skips, "skipped": after.skipped}
     if counts is not None:
         ratios = [jnp.max(count / jnp.maximum(jnp.mean(count, axis=-1, keepdims=True), 1)) for count in counts.values()]
-        shown["overload"] = functools.reduce(jnp.maximum, ratios)
-    return after, {name: value * scale for name, value in sums.items()} | shown
+        scalars["overload"] = functools.reduce(jnp.maximum, ratios)
+    return after, {name: value * scale for name, value in sums.items()} | scalars
 
 
 def first_loss_scale(config: TrainConfig) -> float | None:

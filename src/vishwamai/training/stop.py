@@ -39,9 +39,9 @@ class StopRequest(threading.Event):
 @contextlib.contextmanager
 def stop_signals() -> Iterator[StopRequest]:
     """An event that SIGTERM and SIGINT set. Outside the main thread, which alone gets signals, it stays unset."""
-    asked = StopRequest()
+    request = StopRequest()
     if not in_main_thread():
-        yield asked
+        yield request
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -50,9 +50,9 @@ def stop_signals() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if not asked.is_set():
-            asked.number = number
-        asked.set()
+        if not request.is_set():
+            request.number = number
+        request.set()
         # A second SIGTERM is often the first one, sent to the parent too, which passes it on; SIGKILL ends at once.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, before[signal.SIGINT])
@@ -60,6 +60,6 @@ def stop_signals() -> Iterator[StopRequest]:
     for number in before:
         signal.signal(number, ask)
     try:
-        yield asked
+        yield request
     finally:
         restore()

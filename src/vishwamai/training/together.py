@@ -22,6 +22,9 @@ T = TypeVar("T")
 _turns = itertools.count()
 _DONE = "done"
 
+_PIECE = 1 << 28
+"""Bytes that processes fetch at once."""
+
 
 def is_first() -> bool:
     """Whether this process writes the files of a run: process 0 does, which may be the only one."""
@@ -41,17 +44,17 @@ def first_alone(work: Callable[[], T]) -> T | None:
         return work()
     key = f"vishwamai/first_alone/{next(_turns)}"
     if not is_first():
-        said = jax_private.heard(key)
-        if said != _DONE:
-            raise DeviceError(f"train: process 0 stopped: {said}")
+        text = jax_private.heard(key)
+        if text != _DONE:
+            raise DeviceError(f"train: process 0 stopped: {text}")
         return None
     try:
-        made = work()
+        result = work()
     except BaseException as error:
         jax_private.tell(key, f"{type(error).__name__}: {error}")
         raise
     jax_private.tell(key, _DONE)
-    return made
+    return result
 
 
 def as_first(number: int) -> int:
@@ -72,6 +75,37 @@ def check_shared(folder: Path, file: str) -> None:
         )
 
 
+def on_host(tree: Any) -> Any:
+    """A tree that lies on the devices of all processes: NumPy arrays on process 0 and None on the others, in which
+    every process takes part; on one process the tree itself.
+    """
+    if jax.process_count() == 1:
+        return tree
+    keep = is_first()
+    return jax.tree.map(lambda x: fetched(x, keep), tree)
+
+
+def fetched(x: jax.Array, keep: bool = True, piece: int = _PIECE) -> np.ndarray | None:
+    """An array of all processes, where `keep`; every process calls it. The devices have a whole piece for a moment, of
+    so many bytes or one row, not the whole array.
+
+    >>> fetched(jax.numpy.arange(3.0), piece=4)
+    array([0., 1., 2.], dtype=float32)
+    """
+    length = len(x) if x.ndim else 1
+    rows = max(1, piece * length // max(x.nbytes, 1))
+    if rows >= length:
+        gathered = multihost_utils.process_allgather(x, tiled=True)
+        return np.asarray(gathered) if keep else None
+    values = np.empty(x.shape, x.dtype) if keep else None
+    for begin in range(0, length, rows):
+        begin = min(begin, length - rows)
+        gathered = multihost_utils.process_allgather(jax.lax.dynamic_slice_in_dim(x, begin, rows), tiled=True)
+        if values is not None:
+            values[begin : begin + rows] = gathered
+    return values
+
+
 class AnyAsked:
     """Whether any process was asked to stop: an answer that all of them get at the same step.
 
@@ -79,11 +113,11 @@ class AnyAsked:
     step later.
 
     Args:
-      asked: of this process.
+      request: event of this process.
     """
 
-    def __init__(self, asked: threading.Event):
-        self.asked = asked
+    def __init__(self, request: threading.Event):
+        self.asked = request
         self._before: Any = None
         if jax.process_count() > 1:
             mesh = Mesh(np.array(jax.devices()), ("all",))

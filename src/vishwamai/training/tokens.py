@@ -51,20 +51,20 @@ def make_tokenizer(config: TrainConfig) -> Tokenizer:
 
     path, end = tokenizer_path(config), end_of_text(config)
     if path is None:
-        made = _train(config.tokenizer, end, config.data.sources)
+        tokenizer = _train(config.tokenizer, end, config.data.sources)
     else:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             key = "model.start_from" if config.tokenizer.path is None else "tokenizer.path"
             raise ConfigError(f"config: {key} is {str(path)!r}, but {file} is not a file; set tokenizer.path.")
-        made = tokenizers.Tokenizer.from_file(str(file))
-        made.no_truncation()
-        made.no_padding()
-    if made.token_to_id(end) is None:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    if tokenizer.token_to_id(end) is None:
         raise ConfigError(
             f"config: tokenizer.end_of_text is {end!r}, which {path} does not contain; name its own end token."
         )
-    return made
+    return tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +90,11 @@ class Encoding:
         Raises:
           ConfigError: `tokenizer.add_bos` is set, and the tokenizer has no BOS.
         """
-        asked = config.tokenizer.add_bos
+        add_bos = config.tokenizer.add_bos
         begin = first_tokens(tokenizer)
-        if asked is False:
+        if add_bos is False:
             begin = ()
-        elif asked and not begin:
+        elif add_bos and not begin:
             name = special_tokens(tokenizer_settings(config)).get("bos_token")
             number = None if name is None else tokenizer.token_to_id(name)
             if number is None:
@@ -105,21 +105,21 @@ class Encoding:
             begin = (number,)
         end = tokenizer.token_to_id(end_of_text(config))
         assert end is not None  # `make_tokenizer` says so
-        return cls(tokenizer, end, begin, bool(asked))
+        return cls(tokenizer, end, begin, bool(add_bos))
 
     def __call__(self, texts: Sequence[Rendered]) -> Iterator[tuple[list[int], list[bool]]]:
         """Ids of each text with what begins and ends it, and which of them count in the loss."""
-        encoded = self.tokenizer.encode_batch([one.text for one in texts], add_special_tokens=False)
+        encoded = self.tokenizer.encode_batch([text.text for text in texts], add_special_tokens=False)
         added = self.tokenizer.get_added_tokens_decoder()
         closings = tuple(token.content for token in added.values())
-        for one, tokens in zip(texts, encoded):
+        for text, tokens in zip(texts, encoded):
             ids = list(tokens.ids)
-            counted = [any(a < end and begin < b for begin, end in one.spans) for a, b in tokens.offsets]
-            if not one.is_chat or (self.begin_chats and tuple(ids[: len(self.begin)]) != self.begin):
-                ids, counted = [*self.begin, *ids], [False] * len(self.begin) + counted
-            if not (one.is_chat and one.text.rstrip().endswith(closings)):  # the template has not ended the turn
-                ids, counted = [*ids, self.end], [*counted, one.ends]
-            yield ids, counted
+            is_target = [any(a < end and begin < b for begin, end in text.spans) for a, b in tokens.offsets]
+            if not text.is_chat or (self.begin_chats and tuple(ids[: len(self.begin)]) != self.begin):
+                ids, is_target = [*self.begin, *ids], [False] * len(self.begin) + is_target
+            if not (text.is_chat and text.text.rstrip().endswith(closings)):  # the template has not ended the turn
+                ids, is_target = [*ids, self.end], [*is_target, text.ends]
+            yield ids, is_target
 
 
 def first_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ def write_tokens(
     folder.mkdir(parents=True, exist_ok=True)
     bad: list[Bad] = []
     lengths: list[int] = []
-    whole = True
+    all_counted = True
     dtype = _dtype(encoding.tokenizer.get_vocab_size())
     records = placed_documents(source) if preferences is None else placed_pairs(source, preferences)
     rendered = _good(records, template, data.max_bad_records, bad)
@@ -172,17 +172,17 @@ def write_tokens(
                 reason = f"the pair has {size} tokens, more than data.sequence_length={longest}"
                 _add_bad(Bad(*place, reason), data.max_bad_records, bad)
                 continue
-            for ids, counted in document:
+            for ids, targets_of_tokens in document:
                 tokens.write(np.asarray(ids, dtype).tobytes())  # `tofile` does not say why it fails
-                targets.write(np.asarray(counted, bool).tobytes())
+                targets.write(np.asarray(targets_of_tokens, bool).tobytes())
                 lengths.append(len(ids))
-                whole = whole and all(counted[1:])  # the first token is never a label
+                all_counted = all_counted and all(targets_of_tokens[1:])  # the first token is never a label
     with caches.writing(folder / "bad.txt", "train"):
         caches.write(folder / "bad.txt", "".join(f"{b}\n" for b in bad))
     if not lengths:
         named = "".join(f"\n  {b}" for b in bad[:3])
         raise ConfigError(f"data: {list(source.paths)} has no document; {len(bad)} records could not be read:{named}")
-    if whole and preferences is None:
+    if all_counted and preferences is None:
         (folder / "targets.bin").unlink()
     with caches.writing(folder / "offsets.npy", "train"):
         caches.write(folder / "offsets.npy", as_npy(np.cumsum([0, *lengths], dtype=np.int64)))
@@ -279,8 +279,8 @@ def _good(
         if not isinstance(record, Bad):
             try:
                 texts = _render(record, template)
-                for one in texts:
-                    one.text.encode()
+                for text in texts:
+                    text.text.encode()
                 yield place, texts
                 continue
             except UnicodeEncodeError as error:
@@ -342,17 +342,17 @@ def _train(section: TokenizerSection, end: str, sources: Iterable[SourceSection]
     """A byte-level BPE (Sennrich et al., 2016; the bytes as in GPT-2), which can write any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=section.vocab_size,
         special_tokens=[end],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(_sample(section.sample_bytes, sources), trainer)
-    return made
+    tokenizer.train_from_iterator(_sample(section.sample_bytes, sources), trainer)
+    return tokenizer
 
 
 def _sample(limit: int, sources: Iterable[SourceSection]) -> Iterator[str]:

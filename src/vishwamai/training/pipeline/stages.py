@@ -24,9 +24,9 @@ from vishwamai.models.periods import Segment, segments
 from vishwamai.parallel import PipelineScheduler, Schedule
 from vishwamai.parallel.pipeline.ticks import Ticks, ticks_of
 from vishwamai.training.config import PipelineSection, TrainConfig
-from vishwamai.training.layout import Layout
 from vishwamai.training.optimizers import groups
-from vishwamai.training.parts import LAYERS, in_layers
+from vishwamai.training.parameter_names import LAYERS, in_layers
+from vishwamai.training.sharding import Layout
 
 Tree = Any
 
@@ -37,7 +37,7 @@ class Stages:
 
     Attributes:
       schedules: one for each stage.
-      ticks: what the stages run.
+      ticks: schedule that the stages run.
       kinds: the layers of one period.
       repeats: periods in the model.
       stacked: the usual form of the parameters has a leading axis for the periods; otherwise each layer is alone.
@@ -76,25 +76,26 @@ class Stages:
         def placed(layers: dict[Any, Tree]) -> dict[Any, Tree]:
             if self.stacked:
                 return jax.tree.map(lambda x: x[np.array(order)], layers)
-            own = ([layers[place + len(self.kinds) * i] for i in order] for place in range(len(self.kinds)))
-            return {place: jax.tree.map(lambda *x: jnp.stack(x), *those) for place, those in enumerate(own)}
+            places = range(len(self.kinds))
+            periods = {place: [layers[place + len(self.kinds) * i] for i in order] for place in places}
+            return {place: jax.tree.map(lambda *x: jnp.stack(x), *alike) for place, alike in periods.items()}
 
         return tree if self.unchanged else _of_layers(tree, placed)
 
-    def usual(self, tree: Tree) -> Tree:
-        """The tree that `place` placed."""
+    def unplace(self, tree: Tree) -> Tree:
+        """The tree that `place` placed, in the form of checkpoints."""
         back = [int(i) for i in np.argsort(self.order)]
 
-        def apart(layers: dict[Any, Tree]) -> dict[Any, Tree]:
+        def separate(layers: dict[Any, Tree]) -> dict[Any, Tree]:
             if self.stacked:
                 return jax.tree.map(lambda x: x[np.array(back)], layers)
             return {
-                place + len(self.kinds) * i: jax.tree.map(lambda x, at=at: x[at], layers[place])
-                for i, at in enumerate(back)
+                place + len(self.kinds) * i: jax.tree.map(lambda x, period=period: x[period], layers[place])
+                for i, period in enumerate(back)
                 for place in range(len(self.kinds))
             }
 
-        return tree if self.unchanged else _of_layers(tree, apart)
+        return tree if self.unchanged else _of_layers(tree, separate)
 
 
 def _of_layers(tree: Tree, change: Callable[[dict[Any, Tree]], dict[Any, Tree]]) -> Tree:
@@ -103,7 +104,7 @@ def _of_layers(tree: Tree, change: Callable[[dict[Any, Tree]], dict[Any, Tree]])
     def has_layers(node: Any) -> bool:
         return isinstance(node, dict) and any(in_layers(key) for key in node)
 
-    def one(node: Any) -> Any:
+    def change_node(node: Any) -> Any:
         if not has_layers(node):
             return node
         if LAYERS in node:
@@ -114,14 +115,14 @@ def _of_layers(tree: Tree, change: Callable[[dict[Any, Tree]], dict[Any, Tree]])
             layers.setdefault(int(number), {})[name] = leaf
         return {f"{LAYERS}/{i}/{name}": leaf for i, layer in change(layers).items() for name, leaf in layer.items()}
 
-    return jax.tree.map(one, tree, is_leaf=has_layers)
+    return jax.tree.map(change_node, tree, is_leaf=has_layers)
 
 
-def moved(stages: Stages | None, tree: Tree, layout: Layout, *, placed: bool) -> Tree:
-    """A tree on the mesh in its other form, laid out: `Stages.place` of it if `placed`, otherwise `Stages.usual`."""
+def rearrange(stages: Stages | None, tree: Tree, layout: Layout, *, placed: bool) -> Tree:
+    """A tree on the mesh, laid out: `Stages.place` of it if `placed`, otherwise `Stages.unplace`."""
     if stages is None or stages.unchanged:
         return tree
-    change = stages.place if placed else stages.usual
+    change = stages.place if placed else stages.unplace
     return jax.jit(change, out_shardings=layout.shardings(jax.eval_shape(change, tree), placed))(tree)
 
 
@@ -131,8 +132,8 @@ def make_stages(
     """The stages of a configuration; None without `mesh.pipeline`.
 
     Args:
-      config: of the run.
-      model: what it trains.
+      config: configuration of the run.
+      model: model that it trains.
       params: its parameters in the usual form, or their shapes. ranks: as `step.update_rule`.
       stacked: the usual form has stacked layers.
 
@@ -162,28 +163,28 @@ def cut(config: TrainConfig, model: ModelConfig) -> tuple[Segment, tuple[Schedul
 def _cut(
     size: int, section: PipelineSection, microbatches: int, model: ModelConfig
 ) -> tuple[Segment, tuple[Schedule, ...], Ticks]:
-    asked = f"mesh.pipeline={size}"
+    axis = f"mesh.pipeline={size}"
     run, *more = segments(model, True)
     if more:
         listed = ", ".join(f"{run.repeats} x {len(run.kinds)}" for run in (run, *more))
         raise UnsupportedError(
-            f"config: {asked} needs layers that repeat from the first to the last, and this model has runs of {listed} "
+            f"config: {axis} needs layers that repeat from the first to the last, and this model has runs of {listed} "
             "layers; set mesh.pipeline=1, and mesh.fsdp or mesh.tensor in its place."
         )
     try:
         schedules = PipelineScheduler(section.schedule, chunks=section.chunks).schedule_microbatches(size, microbatches)
     except ScheduleError as error:
-        raise ConfigError(f"config: {asked} with microbatches={microbatches}: {error}") from error
+        raise ConfigError(f"config: {axis} with microbatches={microbatches}: {error}") from error
     ticks = ticks_of(schedules)
     if run.repeats % len(ticks.order):
         chunks = len(ticks.order) // size
         fits = [1, *(n for n in divisors(run.repeats) if n > 1 and run.repeats % (n * chunks) == 0)]
-        what = "layers" if len(run.kinds) == 1 else f"periods of {len(run.kinds)} layers"
+        unit = "layers" if len(run.kinds) == 1 else f"periods of {len(run.kinds)} layers"
         way = f"set mesh.pipeline to one of {', '.join(map(str, fits))}"
         way += ", or a pipeline.schedule with one part on each stage" if chunks > 1 else ""
         raise ConfigError(
-            f"config: {asked} with pipeline.schedule={section.schedule} cuts the model into {len(ticks.order)} parts, "
-            f"which do not divide its {run.repeats} {what}; {way}."
+            f"config: {axis} with pipeline.schedule={section.schedule} cuts the model into {len(ticks.order)} parts, "
+            f"which do not divide its {run.repeats} {unit}; {way}."
         )
     return run, tuple(schedules), ticks
 
@@ -197,10 +198,10 @@ def _check_optimizer(config: TrainConfig, stages: Stages, params: Tree, ranks: M
                 f"config: optimizer.{name}={value} goes by the size of arrays, and mesh.pipeline stacks layers that "
                 "are apart here; set remat to another policy than none, which stacks them everywhere."
             )
-    usual = [stages.place(jax.tree.map(jnp.asarray, tree)) for tree in groups(section, params, ranks)]
+    separate = [stages.place(jax.tree.map(jnp.asarray, tree)) for tree in groups(section, params, ranks)]
     stacks = groups(section, jax.eval_shape(stages.place, params), ranks)
-    for alone, stack in zip(usual, stacks):
-        same = jax.tree.map(lambda a, s: bool(np.all(np.asarray(a) == np.float32(s))), alone, stack)
+    for layers, stack in zip(separate, stacks):
+        same = jax.tree.map(lambda a, s: bool(np.all(np.asarray(a) == np.float32(s))), layers, stack)
         for path, fits in jax.tree_util.tree_leaves_with_path(same):
             if not fits:
                 raise UnsupportedError(

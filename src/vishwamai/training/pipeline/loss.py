@@ -24,12 +24,13 @@ from vishwamai.parallel.pipeline.split import SplitPart, split_part
 from vishwamai.parallel.pipeline.stage import Ends, Found, run_stage, zeros_like
 from vishwamai.training.config import LossSection
 from vishwamai.training.fp8 import are_scales, detach
-from vishwamai.training.layout import PIPELINE
+from vishwamai.training.gather import gathered
 from vishwamai.training.packing import IGNORED, REFERENCE
-from vishwamai.training.parts import LAYERS, gathered
+from vishwamai.training.parameter_names import LAYERS
+from vishwamai.training.pipeline.stages import Stages
 from vishwamai.training.preferences import answer_logprobs
 from vishwamai.training.remat import layer_wrapper
-from vishwamai.training.stages import Stages
+from vishwamai.training.sharding import PIPELINE
 from vishwamai.training.step import EXPERT_COUNTS, head_loss
 
 Tree = Any
@@ -40,23 +41,23 @@ class PipelinedLoss:
     """What the stages compute, inside `shard_map`.
 
     Attributes:
-      stages: how the layers lie on them.
-      config: what the model computes. dtype: of its activations.
+      stages: placement of the layers.
+      config: configuration of the model. dtype: dtype of its activations.
       section: weights of the loss's terms.
-      kept: what the backward pass keeps, of `remat.checkpoint_policy`.
+      policy: result of `remat.checkpoint_policy`: arrays that the backward pass keeps.
       gather: makes parameters whole where they are used; None where they are.
       axes: the other mesh axes over which the model is split.
       attach: puts weights that multiply by themselves among the parameters, `FP8Optimizer.attach`; None for none.
-      ends: of `Layout.ends`.
-      adapt: `(frozen, adapters) -> parameters`, of `lora.attach`, where adapters alone are trained; otherwise None.
-      beta: of preferences.
+      ends: axes of `Layout.ends`.
+      adapt: function `(frozen, adapters) -> parameters`, of `lora.attach`; None where all parameters are trained.
+      beta: `dpo.beta`.
     """
 
     stages: Stages
     config: ModelConfig
     dtype: Any
     section: LossSection
-    kept: Any = None
+    policy: Any = None
     gather: Callable[[Tree], Tree] | None = None
     axes: MeshAxes = ONE_DEVICE
     attach: Callable[[Tree], Tree] | None = None
@@ -64,21 +65,21 @@ class PipelinedLoss:
     adapt: Callable[[Tree, Tree], Tree] | None = None
     beta: float = 0.1
 
-    def whole(self, params: Tree) -> Tree:
+    def gathered_ends(self, params: Tree) -> Tree:
         """Parameters outside of the layers."""
         return params if self.gather is None else self.gather(params)
 
     def embed(self, params: Tree, tokens: Any) -> Any:
         """The input of the first part."""
-        return embedded(self.config, self.whole(params)["embed"], tokens, self.dtype, self.axes)
+        return embedded(self.config, self.gathered_ends(params)["embed"], tokens, self.dtype, self.axes)
 
     def part(self, layers: Tree, x: Any, batch: dict[str, Any], frozen: Tree) -> tuple[Any, dict[str, Any]]:
         """One part: its layers, by place in the period, have a leading axis for the periods.
 
         Args:
-          layers: what is trained of them: the layers, or their adapters.
+          layers: trained layers, or their adapters.
           x: the part's input.
-          batch: of the microbatch; without "weight", the losses of experts are left out.
+          batch: arrays of the microbatch; without "weight", the losses of experts are left out.
           frozen: the layers below adapters; () without adapters.
 
         Returns:
@@ -88,7 +89,7 @@ class PipelinedLoss:
             layers = self.adapt({LAYERS: frozen}, layers)[LAYERS]
         rows = Rows(batch["positions"], batch["segment_ids"], self.axes)
         mask = batch["segment_ids"] > 0
-        wrap = layer_wrapper(self.kept, self.gather)
+        wrap = layer_wrapper(self.policy, self.gather)
         kinds, periods = self.stages.kinds, self.stages.periods
         scanned = self.stages.stacked and periods > 1
         groups = [[layers[place] for place in range(len(kinds))]]
@@ -104,11 +105,11 @@ class PipelinedLoss:
         if not places or "weight" not in batch:
             return y, {}
         joined = (lambda *x: x[0]) if scanned else (lambda *x: jnp.stack(x))
-        found = {str(place): jax.tree.map(joined, *(load[place] for load in loads)) for place in places}
+        experts = {str(place): jax.tree.map(joined, *(load[place] for load in loads)) for place in places}
         layers_of_model = len(places) * self.stages.repeats
-        balance, z = (sum(jnp.sum(load[i]) for load in found.values()) / layers_of_model for i in (0, 1))
+        balance, z = (sum(jnp.sum(load[i]) for load in experts.values()) / layers_of_model for i in (0, 1))
         y = with_loss(y, self.section.load_balance * balance + self.section.router_z_loss * z, batch["weight"])
-        counts = {place: load.counts for place, load in found.items()}
+        counts = {place: load.counts for place, load in experts.items()}
         sums = {"load_balance": batch["number"] * balance, "router_z": batch["number"] * z, EXPERT_COUNTS: counts}
         return y, jax.lax.stop_gradient(sums)
 
@@ -124,7 +125,7 @@ class PipelinedLoss:
 
     def _end(self, params: Tree, y: Any) -> tuple[Any, Any]:
         """The hidden states after the last norm, and the head."""
-        params = self.whole(params)
+        params = self.gathered_ends(params)
         return final_norm(self.config, params, y), params["embed" if self.config.tie_embeddings else "head"]
 
 
@@ -151,15 +152,15 @@ def pipelined(
     gradients: bool = True,
     frozen: Tree = None,
 ) -> tuple[Tree, Tree]:
-    """Inside `Layout.over_devices`: gradients of `scale * loss` and the sums of the loss, over the microbatches of the
+    """Inside `over_devices`: gradients of `scale * loss` and the sums of the loss, over the microbatches of the
     schedule.
 
     Args:
-      loss: what the stages compute.
-      params: as the stages hold them, this device's part.
+      loss: loss that the stages compute.
+      params: parameters as the stages hold them, this device's part.
       batch: arrays `[rows, ...]`, this device's rows, which all stages have.
-      scale: of the loss in the gradients.
-      microbatches: those of the schedule, into which the rows are cut.
+      scale: factor of the loss in the gradients.
+      microbatches: microbatches of the schedule, into which the rows are cut.
       gradients: False computes the sums alone, and gives None in place of the gradients.
       frozen: the parameters below adapters, where `params` are adapters; otherwise None.
 
@@ -173,38 +174,38 @@ def pipelined(
     params = params if loss.attach is None else loss.attach(params)
 
     def scaled(p: Tree, y: Any, m: Any) -> tuple[Any, Tree]:
-        total, sums = loss.loss(p, y, _at(parts, m))
+        total, sums = loss.loss(p, y, _microbatch(parts, m))
         return total * scale, sums
 
-    found = _through(loss, params, frozen, parts | of_experts, scaled, gradients)
-    counts = found.seen.pop(EXPERT_COUNTS, None)
-    seen = {name: jnp.sum(of_chunks) for name, of_chunks in found.seen.items()}
-    sums = jax.lax.psum(found.sums | seen, PIPELINE)
+    results = _through(loss, params, frozen, parts | of_experts, scaled, gradients)
+    counts = results.seen.pop(EXPERT_COUNTS, None)
+    seen = {name: jnp.sum(of_chunks) for name, of_chunks in results.seen.items()}
+    sums = jax.lax.psum(results.sums | seen, PIPELINE)
     if counts is not None:
         flat = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), counts)  # [periods of the stage, experts]
         sums[EXPERT_COUNTS] = jax.lax.all_gather(flat, PIPELINE, tiled=True)
     if not gradients:
         return None, sums
     if frozen is not None:
-        return jax.tree.map(lambda g, x: g.reshape(x.shape), found.params, params), sums
-    grown = dict(found.ends)
-    grown["embed"] = grown["embed"] + found.entry["embed"] if "embed" in grown else found.entry["embed"]
+        return jax.tree.map(lambda g, x: g.reshape(x.shape), results.params, params), sums
+    grown = dict(results.ends)
+    grown["embed"] = grown["embed"] + results.entry["embed"] if "embed" in grown else results.entry["embed"]
     grown |= {
         name: jax.lax.psum_scatter(grown[name], PIPELINE, scatter_dimension=axis + grown[name].ndim, tiled=True)
         for name, axis in loss.ends.items()
     }
-    grown[LAYERS] = jax.tree.map(lambda g, x: g.reshape(x.shape), found.params, params[LAYERS])
+    grown[LAYERS] = jax.tree.map(lambda g, x: g.reshape(x.shape), results.params, params[LAYERS])
     return detach(grown), sums
 
 
 def pipelined_logprobs(loss: PipelinedLoss, params: Tree, batch: dict[str, Any], *, microbatches: int) -> Any:
-    """Inside `Layout.by_row`: the log-probabilities of this device's pairs, `preferences.answer_logprobs`.
+    """Inside `by_row`: the log-probabilities of this device's pairs, `preferences.answer_logprobs`.
 
     Args:
-      loss: what the stages compute, without `adapt`.
-      params: as the stages hold them, this device's part; some may be quantized.
+      loss: loss that the stages compute, without `adapt`.
+      params: parameters as the stages hold them, this device's part; some may be quantized.
       batch: arrays `[rows, ...]`, this device's rows, which all stages have.
-      microbatches: those of the schedule, into which the rows are cut.
+      microbatches: microbatches of the schedule, into which the rows are cut.
 
     Returns:
       float32 `[rows, 2]`, on every stage.
@@ -213,43 +214,43 @@ def pipelined_logprobs(loss: PipelinedLoss, params: Tree, batch: dict[str, Any],
     empty = jnp.zeros((*parts["tokens"].shape[:2], 2), jnp.float32)
 
     def placed(p: Tree, y: Any, m: Any) -> tuple[Any, Any]:
-        return jnp.float32(0), empty.at[m].set(loss.logprobs(p, y, _at(parts, m)))
+        return jnp.float32(0), empty.at[m].set(loss.logprobs(p, y, _microbatch(parts, m)))
 
-    found = _through(loss, params, None, parts, placed, gradients=False)
-    return jax.lax.psum(found.sums, PIPELINE).reshape(-1, 2)
+    results = _through(loss, params, None, parts, placed, gradients=False)
+    return jax.lax.psum(results.sums, PIPELINE).reshape(-1, 2)
 
 
 def _parts(batch: dict[str, Any], microbatches: int) -> dict[str, Any]:
     return jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
 
-def _at(parts: dict[str, Any], m: Any) -> dict[str, Any]:
+def _microbatch(parts: dict[str, Any], m: Any) -> dict[str, Any]:
     return jax.tree.map(lambda x: x[m], parts)
 
 
 def _of_chunks(stages: Stages, params: Tree, frozen: Tree) -> tuple[Tree, Tree]:
     """What is trained of a stage's layers, and what is frozen below it, arrays `[chunks, periods, ...]`."""
-    both = (params[LAYERS], ()) if frozen is None else (params, frozen[LAYERS])
-    return jax.tree.map(lambda x: x.reshape(stages.chunks, stages.periods, *x.shape[1:]), both)
+    trees = (params[LAYERS], ()) if frozen is None else (params, frozen[LAYERS])
+    return jax.tree.map(lambda x: x.reshape(stages.chunks, stages.periods, *x.shape[1:]), trees)
 
 
-def _given(batch: dict[str, Any]) -> dict[str, Any]:
+def _layer_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     """What the layers read of a batch."""
     return {name: x for name, x in batch.items() if name not in ("tokens", "labels", REFERENCE)}
 
 
 def split_of(loss: PipelinedLoss, params: Tree, batch: dict[str, Any], frozen: Tree = None) -> SplitPart:
-    """Inside `Layout.over_devices`: a part of this device as its stage runs it, for the gradients of a microbatch.
+    """Inside `over_devices`: a part of this device as its stage runs it, for the gradients of a microbatch.
 
     Args:
-      loss, params, frozen: as of `pipelined`.
+      loss, params, frozen: arguments of `pipelined`.
       batch: arrays `[rows, ...]`, this device's rows of one microbatch.
     """
     params = params if loss.attach is None else loss.attach(params)
     layers, below = jax.tree.map(lambda x: x[0], _of_chunks(loss.stages, params, frozen))
     x = jnp.zeros((*batch["tokens"].shape, loss.config.hidden_size), loss.dtype)
     of_experts = {} if REFERENCE in batch else dict.fromkeys(("number", "weight"), jnp.float32(1))
-    return split_part(loss.part, layers, x, _given(batch | of_experts), below, sees=True)
+    return split_part(loss.part, layers, x, _layer_inputs(batch | of_experts), below, sees=True)
 
 
 def _through(
@@ -263,26 +264,26 @@ def _through(
     """A stage's share of a batch.
 
     Args:
-      loss: what the stages compute.
-      params: those with gradients, this device's part.
-      frozen: those below adapters, where `params` are adapters; otherwise None.
+      loss: loss that the stages compute.
+      params: parameters with gradients, this device's part.
+      frozen: parameters below adapters, where `params` are adapters; otherwise None.
       parts: the batch, arrays `[microbatches, rows, ...]`.
       end: `Ends.loss`, of the parameters outside of the layers.
-      gradients: as `pipelined`.
+      gradients: flag of `pipelined`.
     """
     stages, tokens = loss.stages, parts["tokens"]
 
-    held = params if frozen is None else frozen
+    ends_params = params if frozen is None else frozen
     # Both are used inside branches that only one stage takes, so they are gathered before.
-    held = held | {name: gathered(held[name], axis, PIPELINE) for name, axis in loss.ends.items()}
-    first = {"embed": held["embed"]}
-    last = {name: leaf for name, leaf in held.items() if name != LAYERS}
+    ends_params = ends_params | {name: gathered(ends_params[name], axis, PIPELINE) for name, axis in loss.ends.items()}
+    first = {"embed": ends_params["embed"]}
+    last = {name: leaf for name, leaf in ends_params.items() if name != LAYERS}
     if not loss.config.tie_embeddings:
         del last["embed"]
 
-    def left(found: Tree, m: Any, dx: Any) -> Tree:
+    def left(total: Tree, m: Any, dx: Any) -> Tree:
         _, pull = jax.vjp(lambda p: loss.embed(p, tokens[m]), first)
-        return jax.tree.map(lambda total, g: total + g.astype(total.dtype), found, pull(dx)[0])
+        return jax.tree.map(lambda entry, g: entry + g.astype(entry.dtype), total, pull(dx)[0])
 
     def enter(m: Any) -> Any:
         return loss.embed(first, tokens[m])
@@ -290,7 +291,7 @@ def _through(
     if frozen is None:
         ends = Ends(enter, zeros_like(first), left, last, end)
     else:
-        ends = Ends(enter, {}, lambda found, m, dx: found, {}, lambda _, y, m: end(last, y, m))
+        ends = Ends(enter, {}, lambda total, m, dx: total, {}, lambda _, y, m: end(last, y, m))
     layers, below = _of_chunks(stages, params, frozen)
     table = jax.lax.dynamic_slice_in_dim(jnp.asarray(stages.ticks.table), jax.lax.axis_index(PIPELINE), 1, axis=1)
     return run_stage(
@@ -300,7 +301,7 @@ def _through(
         PIPELINE,
         layers,
         table,
-        _given(parts),
+        _layer_inputs(parts),
         gradients,
         sees=True,
         largest=are_scales(layers),
