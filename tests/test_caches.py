@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from vishwamai.aot.compile import answers
 from vishwamai.aot.schedule import dump
 from vishwamai.aot.schedule.job import Job
 from vishwamai.aot.tuning import tables
@@ -22,7 +23,6 @@ from vishwamai.cli import main
 from vishwamai.core import caches, tuning
 from vishwamai.core.errors import CacheWarning, ConfigError, DeviceError, KernelError
 from vishwamai.core.target import Target
-from vishwamai.planning import cache as plans
 
 JOBS = [Job(b"program", "v5e", {}, 0, digit * 32) for digit in "ab"]
 NAMED = ("HOME", "XDG_CACHE_HOME", "VISHWAMAI_TUNING_DIR", "VISHWAMAI_AOT_CACHE", "VISHWAMAI_CACHE_MIB")
@@ -102,7 +102,7 @@ def test_without_a_home_nothing_is_kept_and_that_is_said_once(compiled):
         assert rejections() == 2
     assert compiled == [0, 1, 0, 1]
     with pytest.warns(CacheWarning, match="answers are not kept"):
-        assert not plans.write("k" * 32, {}) and plans.read("k" * 32) is None
+        assert not answers.write("plans", "k" * 32, {}) and answers.read("plans", "k" * 32) is None
 
 
 @pytest.mark.usefixtures("homeless")
@@ -220,7 +220,7 @@ def test_the_command(aot, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("VISHWAMAI_TUNING_DIR", str(tmp_path / "tables"))
     entry = fill(aot, "a", 1 << 20, 1000)
-    plans.write("c" * 32 + "-full", {})
+    answers.write("plans", "c" * 32 + "-full", {})
     tables.write(tmp_path / "tables", "v5e", "toy", "rows", "key", {"config": {}})
     assert main(["cache"]) == 0
     said = capsys.readouterr().out

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vishwamai import aot, planning
+from vishwamai.aot.compile import answers
 from vishwamai.core.errors import DeviceError, KernelError
-from vishwamai.planning import cache, compiler
+from vishwamai.planning import compiler
 from vishwamai.planning.figures import Estimate, Measurement
 from vishwamai.planning.program import read_sharding, write_sharding
 
@@ -166,7 +167,7 @@ def test_a_damaged_answer_is_asked_for_again(monkeypatch, fresh_cache, content):
     (fresh_cache / "plans").mkdir()
     (fresh_cache / "plans" / f"{key}.json").write_bytes(content)
     assert planning.Compiler().probe(fake()).total == Estimate(5 * MIB, "probe")
-    assert cache.read(key) == good
+    assert answers.read("plans", key) == good
 
 
 @pytest.mark.parametrize(
@@ -197,12 +198,12 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     monkeypatch.setenv("VISHWAMAI_AOT_CACHE", str(blocked))
     monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"needed": 7, "allocations": []})
     assert planning.Compiler().probe(fake()).total.value == 7
-    assert not cache.write("key", {}) and cache.read("key") is None
+    assert not answers.write("plans", "key", {}) and answers.read("plans", "key") is None
 
 
 def test_a_full_disk_is_an_error_that_says_where_and_the_cache_stays(monkeypatch, fresh_cache):
     good = {"needed": 5 * MIB, "allocations": []}
-    assert cache.write(f"{'f' * 32}-1", good) and cache.write(f"{'f' * 32}-4", good)
+    assert answers.write("plans", f"{'f' * 32}-1", good) and answers.write("plans", f"{'f' * 32}-4", good)
     before = {path: path.read_bytes() for path in fresh_cache.rglob("*") if path.is_file()}
 
     def full(path, data):
@@ -233,9 +234,9 @@ def test_targets_are_checked_first():
 
 KILLED = """
 import sys
-from vishwamai.planning import cache
+from vishwamai.aot.compile import answers
 for turn in range(10**9):
-    cache.write(str(turn % 8), {"needed": turn, "allocations": ["x" * 100_000]})
+    answers.write("plans", str(turn % 8), {"needed": turn, "allocations": ["x" * 100_000]})
     print(turn, flush=True)
 """
 
@@ -248,7 +249,7 @@ def test_a_killed_planner_leaves_whole_answers(fresh_cache):
         assert process.stdout.readline()
     process.kill()
     process.communicate(timeout=60)
-    found = [cache.read(str(turn)) for turn in range(8)]
+    found = [answers.read("plans", str(turn)) for turn in range(8)]
     assert all(one is not None and one["needed"] % 8 == turn for turn, one in enumerate(found))
 
 

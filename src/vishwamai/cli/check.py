@@ -92,10 +92,11 @@ def _check_apart(arguments: argparse.Namespace, target: str) -> int:
         if process.returncode > 1 and not said_in_python:  # it ended before it could say why
             print(process.stderr, end="", file=sys.stderr)
         return process.returncode
-    complaints = [line for line in process.stderr.splitlines() if "Check fail" in line or "SIG" in line]
+    from vishwamai.aot.compile import child
+
     print(
-        f"vishwamai check: {target}: the compiler ended its process by signal {-process.returncode}, an error of "
-        f"libtpu: {' '.join(complaints)[-500:] or 'it gave no reason'}",
+        f"vishwamai check: {target}: the compiler ended its process {child.ending(process.returncode)}, an error of "
+        f"libtpu: {child.last_words(process.stderr) or 'it gave no reason'}",
         file=sys.stderr,
     )
     return 2

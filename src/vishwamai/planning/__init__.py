@@ -4,7 +4,7 @@ Three levels: "analytic" (formulas), "probe" (the compiler's answer without a fu
 compiled program).
 
 Figures keep their level (`figures`). Programs: `program`, `training`, `serving`; the compiler in a process of its own:
-`compiler`, `worker`, `cache`. Memory: `analytic`, `residuals`, `stages`, `allocation`, `peak`, `usage`. Time: `speed`,
+`compiler`, `worker`. Memory: `analytic`, `residuals`, `stages`, `allocation`, `peak`, `usage`. Time: `speed`,
 `exchange`, `mesh_links`, `program_time`, `timeline`, `collectives`, `published` (the range of published steps),
 `calibrate`, `calibration`. Choice: `search`, `batch`, `diagnosis`, `advice`, `controller`, `flags`. `__all__` has the
 names that docs/api.md promises; the others serve this library.

@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
-import re
 import selectors
 import subprocess
 import sys
@@ -16,16 +14,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from vishwamai.aot.compile import answers, child
 from vishwamai.aot.compile.diagnose import as_error
 from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options_of
 from vishwamai.aot.schedule.dump import dump_flags
 from vishwamai.core import caches
 from vishwamai.core.arguments import checked
-from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import DeviceError, KernelError, UnsupportedError
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
-from vishwamai.planning import cache
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.peak import PeakMemory, peak_memory
 from vishwamai.planning.program import Program, trace
@@ -46,6 +43,9 @@ as a program does not fit, and a mixture of experts took 15.7 % less than its co
 COMMAND = ("-m", "vishwamai.planning.worker")
 """What Python runs as the compiler's process."""
 
+
+FOLDER = "plans"
+"""The folder of the cache `aot` for the answers about programs."""
 
 TEXT = "program.hlo"
 """The file of the optimised program, next to the bundles."""
@@ -137,7 +137,7 @@ class Compiler:
             self._written = directory
             try:
                 answer = self._answer(program, None, {}, False, self._written / TEXT)
-                cache.write(f"{program.fingerprint}-full", answer)
+                answers.write(FOLDER, f"{program.fingerprint}-full", answer)
                 _raise_rejected(answer)
                 yield answer, self._written
             finally:
@@ -161,10 +161,10 @@ class Compiler:
         key = f"{program.fingerprint}-{'full' if hbm_mib is None else hbm_mib}{'-peak' if dump else ''}"
         if options:
             key += f"-{hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]}"
-        answer = cache.read(key)
+        answer = answers.read(FOLDER, key)
         if answer is None or not _sound(answer) or (dump and "rejected" not in answer and "peak" not in answer):
             answer = self._answer(program, hbm_mib, options, dump)
-            cache.write(key, answer)
+            answers.write(FOLDER, key, answer)
         _raise_rejected(answer)
         return answer
 
@@ -217,16 +217,11 @@ class Compiler:
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None:
-            source = str(pathlib.Path(__file__).parents[2])
-            path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-            more = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
-            if self._written is not None:
-                options = os.environ.get("LIBTPU_INIT_ARGS", "")
-                more["LIBTPU_INIT_ARGS"] = f"{options} {dump_flags(self._written)}".strip()
+            options = "" if self._written is None else dump_flags(self._written)
             self._noise = self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
             self._process = subprocess.Popen(
                 [sys.executable, *COMMAND],
-                env=os.environ | libtpu_environment() | more,
+                env=child.environment(options),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._noise,
@@ -243,11 +238,8 @@ class Compiler:
         status = self._process.wait()
         self._stop()
         self._noise.seek(0)
-        lines = self._noise.read().splitlines()
-        telling = [line for line in lines if re.search(r"Check fail|F\d{4}|Error|error|SIG", line)]
-        text = "\n".join(telling or lines)[-1500:] or "it gave no reason"
-        how = f"by signal {-status}" if status < 0 else f"with status {status}"
-        return f"the compiler ended its process {how}, an error of libtpu: {text}"
+        text = child.last_words(self._noise.read()) or "it gave no reason"
+        return f"the compiler ended its process {child.ending(status)}, an error of libtpu: {text}"
 
     def _stop(self) -> None:
         if self._process is None:

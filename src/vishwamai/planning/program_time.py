@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from vishwamai.aot.compile import libtpu
+from vishwamai.aot.compile import answers, libtpu
 from vishwamai.aot.schedule.dump import read_sources
 from vishwamai.aot.schedule.simulate import Simulator
 from vishwamai.aot.schedule.twins import twins
@@ -27,9 +27,9 @@ from vishwamai.core.errors import DeviceError
 from vishwamai.core.hlo import parse_module
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
-from vishwamai.planning import cache, calibration
+from vishwamai.planning import calibration
 from vishwamai.planning.collectives import link_seconds
-from vishwamai.planning.compiler import TEXT, Compiler, ProgramMemory, memory_of, verified_memory
+from vishwamai.planning.compiler import FOLDER, TEXT, Compiler, ProgramMemory, memory_of, verified_memory
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.program import Program, ScalarOperands, devices_in_order, trace
 from vishwamai.planning.timeline import PARTS, Follower, Timeline, family
@@ -143,7 +143,7 @@ def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, S
     Raises: as `step_time`, for a program that fits.
     """
     key = f"{program.fingerprint}-time{FORMAT}{_digest(program.scalars)}"
-    stored, full = cache.read(key), cache.read(f"{program.fingerprint}-full")
+    stored, full = (answers.read(FOLDER, name) for name in (key, f"{program.fingerprint}-full"))
     if full is not None and "needed" in full:  # it does not fit, which is all there is to know
         return verified_memory(program, full), None
     if stored is None or not {"memory", "time"} <= stored.keys():
@@ -154,7 +154,7 @@ def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, S
                     directory, program.target, devices_in_order(program), program.scalars, program.ticks
                 )
         if "time" in stored:
-            cache.write(key, stored)
+            answers.write(FOLDER, key, stored)
     memory = verified_memory(program, stored)
     return memory, _read(program.target, memory, stored["time"]) if "time" in stored else None
 

@@ -7,17 +7,13 @@ input, its answer a line on standard output.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import pathlib
-import sys
-import traceback
 from typing import Any
 
 import jax
 from jax import export
 
-from vishwamai.aot.compile import libtpu
+from vishwamai.aot.compile import child, libtpu
 from vishwamai.aot.compile.diagnose import diagnose, from_compiler, translate
 from vishwamai.core.errors import KernelError
 from vishwamai.core.target import Target
@@ -85,17 +81,5 @@ def _compiled(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Answers every line of standard input; what C++ code prints goes to standard error."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        try:
-            reply = answer(json.loads(line))
-        except Exception:  # reported to the parent, which raises it
-            reply = {"crashed": traceback.format_exc()}
-        replies.write(json.dumps(reply) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    child.answer_lines(answer)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-import os
 import pathlib
 import re
 import shutil
@@ -22,12 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from vishwamai.aot.compile import libtpu
+from vishwamai.aot.compile import child, libtpu
 from vishwamai.aot.compile.diagnose import CompilerProblem, as_error
 from vishwamai.aot.schedule.job import Job
 from vishwamai.aot.schedule.simulate import Source
 from vishwamai.core import caches
-from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import DeviceError, KernelError, VishwamaiError
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.target import Target
@@ -237,24 +235,12 @@ def _run_worker(root: pathlib.Path, jobs: Sequence[tuple[int, Job]], timeout: fl
         for i, job in jobs
     ]
     (root / "jobs.json").write_text(json.dumps({"dump": str(dump_directory), "jobs": entries}))
-    source = str(pathlib.Path(__file__).parents[3])
-    environment = (
-        os.environ
-        | libtpu_environment()
-        | {
-            "LIBTPU_INIT_ARGS": f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump_flags(root / 'dump')}".strip(),
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-        }
-    )
     command = [sys.executable, "-m", "vishwamai.aot.schedule.worker", str(root / "jobs.json")]
     try:
-        status, stderr = workers.run(command, environment, timeout)
+        status, stderr = workers.run(command, child.environment(dump_flags(dump_directory)), timeout)
     except subprocess.TimeoutExpired:
         return f"the compiler took longer than {timeout:.0f} s"
-    telling = [line for line in stderr.splitlines() if re.search(r"Check fail|F\d{4}|Error|error|SIG", line)]
-    return f"the compiler's process ended with {status}: " + "\n".join(telling or stderr.splitlines())[-1500:]
+    return f"the compiler's process ended {child.ending(status)}: {child.last_words(stderr)}"
 
 
 def dump_many(jobs: Sequence[Job], timeout: float = 900.0, workers: int = 1) -> Iterator[Dump | VishwamaiError]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
-import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vishwamai.aot.compile import answers, libtpu
+from vishwamai.aot.compile import answers, child, libtpu
 from vishwamai.core import caches
-from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.errors import KernelError
 
 FORMAT = 1
@@ -64,15 +61,11 @@ def _key(question: Question) -> str:
 
 def _run(questions: Sequence[Question]) -> tuple[list[dict[str, Any]], str | None]:
     """The answers of one worker, and how its process ended where some are missing."""
-    source = str(pathlib.Path(__file__).parents[4])
-    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    cleared = {name: value for name, value in os.environ.items() if name not in ("LIBTPU_INIT_ARGS", "XLA_FLAGS")}
-    more = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
     try:
         worker = subprocess.run(
             [sys.executable, *COMMAND],
             input="".join(json.dumps(question) + "\n" for question in questions),
-            env=cleared | libtpu_environment() | more,
+            env=child.environment(without=("LIBTPU_INIT_ARGS", "XLA_FLAGS")),
             capture_output=True,
             text=True,
             errors="replace",
@@ -81,6 +74,9 @@ def _run(questions: Sequence[Question]) -> tuple[list[dict[str, Any]], str | Non
     except subprocess.TimeoutExpired:
         raise KernelError(f"asking the compiler about options took longer than {TIMEOUT_S:g} s.") from None
     got = [json.loads(line) for line in worker.stdout.splitlines() if line.endswith("}")]
+    for reply in got:
+        if "crashed" in reply:
+            raise KernelError(f"asking about options failed: {reply['crashed']}")
     if len(got) == len(questions):
         return got, None
     ending = f"status {worker.returncode}: {worker.stderr.strip()[-500:] or 'it gave no reason'}"

@@ -8,16 +8,13 @@ input is a request in JSON, and gets a line on standard output.
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from vishwamai.aot.compile import libtpu
+from vishwamai.aot.compile import child, libtpu
 
 TARGET = "v5e"
 """The chip that options are tried for."""
@@ -96,13 +93,5 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"refused": _refusal(request["together"])}
 
 
-def main() -> None:
-    """Answers every line of standard input; what C++ code prints goes to standard error."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        replies.write(json.dumps(answer(json.loads(line))) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    child.answer_lines(answer)
