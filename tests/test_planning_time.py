@@ -338,7 +338,7 @@ def test_tables_that_hold_numbers_steer_the_kernels_of_a_decoding_step():
 @needs_libtpu
 def test_a_libtpu_that_writes_no_schedules_is_an_error(tmp_path):
     with pytest.raises(DeviceError, match="wrote no schedules for v5e"):
-        program_time._followed(tmp_path, "v5e", ())
+        program_time._follow(tmp_path, "v5e", ())
 
 
 def training(**keys):
