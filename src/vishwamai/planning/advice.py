@@ -76,10 +76,10 @@ def training_changes(
             )
     # Those that are predicted to fit come first, the cheapest of them first.
     proposed.sort(
-        key=lambda one: (
-            base.total.value - one.saving.value > base.limit,
-            float("inf") if one.cost is None else one.cost.value,
-            -one.saving.value,
+        key=lambda change: (
+            base.total.value - change.saving.value > base.limit,
+            float("inf") if change.cost is None else change.cost.value,
+            -change.saving.value,
         )
     )
     changes = []

@@ -92,7 +92,7 @@ class Compiler:
     def __init__(self, timeout: float = 900.0):
         self.timeout = timeout
         self._process: subprocess.Popen[str] | None = None
-        self._written: pathlib.Path | None = None
+        self._dump_folder: pathlib.Path | None = None
         self._files = contextlib.ExitStack()
 
     def __enter__(self) -> Compiler:
@@ -134,14 +134,14 @@ class Compiler:
         """
         with _scratch(program) as directory:
             self._stop()  # the options that make libtpu write are read when it is loaded
-            self._written = directory
+            self._dump_folder = directory
             try:
-                answer = self._answer(program, None, {}, False, self._written / TEXT)
+                answer = self._answer(program, None, {}, False, self._dump_folder / TEXT)
                 answers.write(FOLDER, f"{program.fingerprint}-full", answer)
                 _raise_rejected(answer)
-                yield answer, self._written
+                yield answer, self._dump_folder
             finally:
-                self._written = None
+                self._dump_folder = None
                 self._stop()
 
     def peak(self, program: Program, options: Options | None = None) -> PeakMemory:
@@ -217,7 +217,7 @@ class Compiler:
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None:
-            options = "" if self._written is None else dump_flags(self._written)
+            options = "" if self._dump_folder is None else dump_flags(self._dump_folder)
             self._noise = self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
             self._process = subprocess.Popen(
                 [sys.executable, *COMMAND],

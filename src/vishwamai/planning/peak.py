@@ -274,7 +274,7 @@ def peak_memory(program: Program, needed: float, arrays: Iterable[Mapping[str, A
         LiveArray(use, sum(sizes), len(sizes), shape, path, source, where)
         for (use, shape, path, source, where), sizes in merged.items()
     ]
-    groups.sort(key=lambda one: -one.nbytes)
+    groups.sort(key=lambda group: -group.nbytes)
     return PeakMemory(program.target, Estimate(needed, "probe"), program.limit, tuple(groups))
 
 

@@ -51,7 +51,7 @@ class MemoryStats:
 
     def largest(self, count: int = 5) -> tuple[LiveAt, ...]:
         """The operations with most bytes alive, largest first."""
-        return tuple(sorted(self.live, key=lambda one: -one.live))[:count]
+        return tuple(sorted(self.live, key=lambda entry: -entry.live))[:count]
 
     def __str__(self) -> str:
         lines = [f"peak {self.peak}: " + ", ".join(f"{name} {human(part.value)}" for name, part in self.parts.items())]

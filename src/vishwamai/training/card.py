@@ -44,8 +44,8 @@ def model_card(config: TrainConfig, records: Sequence[Record], repo: str) -> str
     """Markdown with the Hub's header. It has no path of this machine, and nothing of the data but their count.
 
     Args:
-      config: of the run.
-      records: of the run, at least one.
+      config: configuration of the run.
+      records: records of the run, at least one.
       repo: "ORG/NAME", where the model goes.
     """
     base = None if config.model.start_from is None else HubModel.parse(config.model.start_from)

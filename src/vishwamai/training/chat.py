@@ -112,7 +112,7 @@ class _Turns:
     Attributes:
       template: the template that wrote the text.
       program: its program for the chat, with or without tools.
-      values: what the program reads, besides the messages.
+      values: variables of the program in addition to the messages.
     """
 
     template: ChatTemplate

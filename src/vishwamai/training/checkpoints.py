@@ -143,7 +143,7 @@ class Checkpoints:
         self.folder, self._keep = Path(folder).absolute(), keep
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._sealing = concurrent.futures.ThreadPoolExecutor(1) if jax.process_index() == 0 else None
-        self._begun: int | None = None  # the step of the newest checkpoint, which may not be complete
+        self._started: int | None = None  # the step of the newest checkpoint, which may not be complete
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -182,15 +182,15 @@ class Checkpoints:
             self._manager.save(step, args=parts)
         except _FAILURES as failure:
             raise self._unwritten(failure) from failure
-        self._begun = step
+        self._started = step
 
     def _seal_begun(self) -> None:
         """Begins to write the checksums of the newest checkpoint, which is complete; reading it takes a while."""
-        if self._begun is not None and self._sealing is not None:
-            sealing = self._sealing.submit(_seal, self.folder / str(self._begun))
+        if self._started is not None and self._sealing is not None:
+            sealing = self._sealing.submit(_seal, self.folder / str(self._started))
             if self._keep == 1:  # Orbax will remove the directory while the next one is written
                 sealing.result()
-        self._begun = None
+        self._started = None
 
     def _unwritten(self, failure: BaseException) -> DeviceError:
         # The manager counts a step that it has begun to write; a directory has its name when it is whole.

@@ -97,7 +97,7 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 def json_schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of the YAML file, with the doc of each key, for editors that check and complete it."""
     schema = pydantic.TypeAdapter(TrainConfig).json_schema()
-    for section, table in [(TrainConfig, schema), *((one, schema["$defs"][one.__name__]) for one in _sections())]:
+    for section, table in [(TrainConfig, schema), *((kind, schema["$defs"][kind.__name__]) for kind in _sections())]:
         for field in dataclasses.fields(section):
             table["properties"][field.name]["description"] = field.metadata["doc"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -33,12 +33,13 @@ class RunFacts:
     Attributes:
       date: when it began, in ISO 8601, with the zone.
       machine: system, processor and cores. devices: their number and kind. versions: by package.
-      parameters: of the model. trained: those that change.
-      documents, tokens: of the data, held-out ones included.
-      steps: of the run. batch_size: rows of a step. sequence_length: tokens of a row. epochs: passes over the rows.
-      compute_dtype, param_dtype: of activations and products, and of parameters.
+      parameters: number of the model. trained: number of those that change.
+      documents, tokens: numbers of the data, held-out ones included.
+      steps: number of the run. batch_size: rows of a step. sequence_length: tokens of a row.
+      epochs: passes over the rows.
+      compute_dtype, param_dtype: dtypes of activations and products, and of parameters.
       step_bytes: memory of a step on one device, by the compiler; None where it does not say.
-      estimated_seconds: of all steps; None where there is nothing to estimate from.
+      estimated_seconds: seconds of all steps; None where there is nothing to estimate from.
     """
 
     date: str
@@ -83,7 +84,7 @@ def run_facts(
     """The facts of a run whose step is compiled.
 
     Args:
-      config: of the run, with a resolved dtype.
+      config: configuration of the run, with a resolved dtype.
       corpus: its rows.
       state: its parameters. frozen: those that adapters leave alone, or None.
       compiled: the step, a `jax.stages.Compiled`.
@@ -123,8 +124,8 @@ def _bytes(compiled: Any) -> int | None:
     sizes = compiled.memory_analysis()
     if sizes is None:
         return None
-    both = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return both + sizes.temp_size_in_bytes
+    arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return arrays + sizes.temp_size_in_bytes
 
 
 def _measured(dtype: str, size: int = 768) -> float:

@@ -138,7 +138,7 @@ class FP8Optimizer:
         Args:
           gradients: gradients of `value_and_grad`, or with respect to the result of `with_scales`. Those of parameters
             alone, without magnitudes, leave the scales as they are.
-          state: before the step.
+          state: optimizer state before the step.
           params: the parameters, without scales.
           good: boolean scalar, whether to take the step, if all is finite.
         """

@@ -85,7 +85,7 @@ def apply_updates(params: Tree, updates: Tree, key: Any = None) -> Tree:
     """The parameters after a step.
 
     Args:
-      params: before it.
+      params: parameters before the update.
       updates: updates of the optimizer.
       key: random key of the rounding of bfloat16 parameters, whose mean is the sum; None rounds to the nearest.
 

@@ -154,7 +154,7 @@ class StepMeter:
     def __init__(self, first: int, tokens: int, flops_per_token: float, peak_flops: float | None, compute_dtype: str):
         self.tokens, self.flops_per_token, self.peak_flops = tokens, flops_per_token, peak_flops
         self.compute_dtype = compute_dtype
-        self.begun = time.perf_counter()
+        self.start = time.perf_counter()
         self.steps = self.recorded = first
         self.seconds = self.recorded_seconds = 0.0
         self.peak = 0
@@ -189,7 +189,7 @@ class StepMeter:
             learning_rate=learning_rate,
             skipped=int(scalars["skipped"]),
             memory=self.peak,
-            seconds=time.perf_counter() - self.begun,
+            seconds=time.perf_counter() - self.start,
             step_seconds=self.seconds,
             evaluation_loss=evaluation_loss,
             compute_dtype=self.compute_dtype,

@@ -328,7 +328,7 @@ def updated(
     Args:
       optimizer: result of `optimizers.optimizer`.
       gradients: gradients of the parameters. largest: maxima for the scales of 8-bit products, or empty.
-      params, state: before the step.
+      params, state: parameters and optimizer state before the step.
       clip: factor of the gradients, or None.
       good: boolean scalar, whether to take the step.
       layout: the devices.
@@ -367,7 +367,7 @@ def train_step(
     counters. The loss is divided by `counted` of the whole batch, so microbatches do not change it.
 
     Args:
-      state: before the step.
+      state: training state before the step.
       batch: arrays `[rows, sequence_length]`, as `data.Batch`.
       loss: result of `model_loss`, or another function with its signature; or a loss that `accumulate` takes.
       optimizer: result of `optimizers.optimizer`.

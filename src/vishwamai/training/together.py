@@ -117,7 +117,7 @@ class AnyAsked:
     """
 
     def __init__(self, request: threading.Event):
-        self.asked = request
+        self.request = request
         self._before: Any = None
         if jax.process_count() > 1:
             mesh = Mesh(np.array(jax.devices()), ("all",))
@@ -127,8 +127,8 @@ class AnyAsked:
     def __call__(self) -> bool:
         """Every process calls it before each step."""
         if jax.process_count() == 1:
-            return self.asked.is_set()
-        mine = np.array([self.asked.is_set()])
+            return self.request.is_set()
+        mine = np.array([self.request.is_set()])
         flags = jax.make_array_from_callback((jax.device_count(),), self._split, lambda index: mine)
         before, self._before = self._before, self._any(flags)
         return before is not None and bool(before)
