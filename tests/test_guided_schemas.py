@@ -46,7 +46,7 @@ def sentence(tokenizer, grammar, draw):
         token = short[0] if short and draw.random() < 0.6 else draw.choice(allowed)
         ids.append(token)
         assert matcher.advance([token]) is None
-        if matcher.ended:
+        if matcher.finished:
             return tokenizer.decode(ids)
     return None
 

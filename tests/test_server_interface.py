@@ -144,7 +144,7 @@ def test_whole_answers_with_log_probabilities_take_linear_time():
         entry = TokenLogprobs(9707, -1.0, ((9707, -1.0), (1879, -2.0)))
         deltas = [Delta(0, (9707,), "Hello", (entry,)) for _ in range(count)] + [Delta(0, finish="stop")]
         started = time.perf_counter()
-        reply.whole(deltas)
+        reply.body(deltas)
         return time.perf_counter() - started
 
     seconds(100)
@@ -247,7 +247,7 @@ CALLS = '<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_ca
 def test_one_call_where_parallel_calls_are_off():
     for single, count in ((True, 1), (False, 2)):
         reply = Reply("chat", "m", Pieces(None), (Prompt((1,)),), reader=Reader("hermes"), single=single)
-        message = reply.whole([Delta(0, (1,), f"{CALLS}\n{CALLS}", finish="stop")])["choices"][0]["message"]
+        message = reply.body([Delta(0, (1,), f"{CALLS}\n{CALLS}", finish="stop")])["choices"][0]["message"]
         assert len(message["tool_calls"]) == count
 
 
@@ -276,7 +276,7 @@ def test_once_a_call_begins_its_strict_arguments_follow_the_schema(engine, tmp_p
             if not matcher.mask()[id // 32] >> (id % 32) & 1:
                 return False
             matcher.advance([id])
-        return matcher.ended or bool(matcher.mask()[end // 32] >> (end % 32) & 1)
+        return matcher.finished or bool(matcher.mask()[end // 32] >> (end % 32) & 1)
 
     assert accepts("a < b, <tool> and [TOOL]") and accepts(call("weather", "C")) and accepts(call("free", "x"))
     assert not accepts(call("weather", "x")) and not accepts(call("other", "C"))

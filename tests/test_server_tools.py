@@ -304,7 +304,7 @@ def test_a_forced_call_is_written_with_marks_of(form, tmp_path):
     for token in ids:
         assert matcher.mask()[token // 32] >> (token % 32) & 1
         assert matcher.advance([token]) is None
-    assert matcher.ended
+    assert matcher.finished
     stream = tokenizer.stream(keep=marks_of(form, None, tokenizer.special_ids))
     text = "".join(stream.add(token) for token in [1, *ids, 2])
     assert turn(Reader(form), [text]) == ("", "", [ADD])

@@ -32,7 +32,7 @@ class Delta:
       finish: why it ended, in its last delta: "stop" (an end token or a stop text), "length", "cancelled", "deadline",
         "error".
       stop: the stop text, or the id among `stop_token_ids`, that ended it; None: the model did.
-      error: what went wrong, where `finish` is "error".
+      error: text of the failure, where `finish` is "error".
       declined: the request is at fault for the error, not the server.
       cached: prompt tokens that were in the prefix cache.
     """
@@ -56,7 +56,7 @@ class Answer:
       prompt_ids: the prompt.
       token_ids: the new tokens, the end token included if there was one.
       text: their text without end tokens and stop texts; empty without a tokenizer.
-      finish, error, logprobs, cached: as in `Delta`.
+      finish, error, logprobs, cached: fields of `Delta`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -94,24 +94,26 @@ class StopTexts:
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
-        self._held = ""
+        self._buffer = ""
         self.met: str | None = None
 
     def add(self, text: str) -> tuple[str, bool]:
         """(text that is certain, whether a stop text was met, before which the text ends)."""
-        held = self._held + text
-        place, met = min(((at, stop) for stop in self._stops if (at := held.find(stop)) >= 0), default=(-1, None))
+        text_so_far = self._buffer + text
+        place, met = min(
+            ((position, stop) for stop in self._stops if (position := text_so_far.find(stop)) >= 0), default=(-1, None)
+        )
         if met is not None:
-            self._held, self.met = "", met
-            return held[:place], True
-        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep], False
+            self._buffer, self.met = "", met
+            return text_so_far[:place], True
+        keep = max((_overlap(text_so_far, stop) for stop in self._stops), default=0)
+        self._buffer = text_so_far[len(text_so_far) - keep :]
+        return text_so_far[: len(text_so_far) - keep], False
 
     def rest(self) -> str:
         """What is held back, now that nothing follows."""
-        held, self._held = self._held, ""
-        return held
+        remainder, self._buffer = self._buffer, ""
+        return remainder
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -123,9 +125,9 @@ class Writer:
     """Turns one answer's tokens into deltas.
 
     Args:
-      options: of the request.
+      options: the request's options.
       end_tokens: the model's own.
-      detokenizer: of the tokenizer, or None: deltas have no text.
+      detokenizer: the tokenizer's detokenizer, or None: deltas have no text.
     """
 
     def __init__(self, options: Sampling, end_tokens: frozenset[int], detokenizer: Any, choice: int):
@@ -142,11 +144,11 @@ class Writer:
         Args:
           room: how many tokens the answer has room for.
         """
-        text, taken = "", []
+        text, accepted = "", []
         finish: Finish | None = None
         stop: int | None = None
         for token in tokens[:room]:
-            taken.append(token)
+            accepted.append(token)
             if token in self.ends:
                 finish, stop = "stop", None if token in self._own_ends else token
             elif self._detokenizer is not None:
@@ -158,11 +160,13 @@ class Writer:
             if finish is not None:
                 text += self._rest()
                 break
-        if finish is None and len(taken) >= room:
+        if finish is None and len(accepted) >= room:
             finish = "length"
             text += self._rest()
         met = self._stops.met if stop is None else stop
-        return Delta(self._choice, tuple(taken), text, tuple(logprobs[: len(taken)]), finish, cached=cached, stop=met)
+        return Delta(
+            self._choice, tuple(accepted), text, tuple(logprobs[: len(accepted)]), finish, cached=cached, stop=met
+        )
 
     def end(self, delta: Delta) -> Delta:
         """The same delta as the last one: a grammar has no more to say."""

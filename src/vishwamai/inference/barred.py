@@ -21,7 +21,7 @@ class Barred:
     Attributes:
       sequences: their token ids.
       words: int32 of a mask.
-      grammar: what the answer must match besides (`guided.Grammar`), or None.
+      grammar: further `guided.Grammar` of the answer, or None.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -43,9 +43,9 @@ class BarredMatcher:
         self._tokens: list[int] = []
 
     @property
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         """Whether nothing can follow."""
-        return self._matcher is not None and self._matcher.ended
+        return self._matcher is not None and self._matcher.finished
 
     def mask(self) -> np.ndarray:
         """int32 `[ceil(vocab / 32)]`: the bits of the tokens that may follow.

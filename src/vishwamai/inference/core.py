@@ -39,9 +39,9 @@ class EngineCore:
     """Requests that wait or run, their scheduler and the programs of their steps.
 
     Args:
-      programs: of the model, and of its draft.
+      programs: compiled programs of the model and of its draft.
       scheduler: decides the steps.
-      tokenizer, end_tokens: as `Engine`.
+      tokenizer, end_tokens: arguments of `Engine`.
     """
 
     def __init__(self, programs: Programs, scheduler: Scheduler, tokenizer: Any, end_tokens: frozenset[int]):
@@ -121,9 +121,9 @@ class EngineCore:
         """Hands out what grammars have taken; an answer whose grammar gives up ends."""
         for branch, turn in self._masks.complete():
             try:
-                branch.mask, ended = turn.result.result()
+                branch.mask, finished = turn.result.result()
                 if turn.delta is not None:
-                    ends = ended and turn.delta.finish is None
+                    ends = finished and turn.delta.finish is None
                     self._deliver(branch, branch.writer.end(turn.delta) if ends else turn.delta)
             except Exception as error:
                 declined = isinstance(error, ShapeError)
@@ -175,7 +175,7 @@ class EngineCore:
         if sent is None:
             return
         try:
-            drawn: Sampled = jax.tree.map(np.asarray, sent.sampled)
+            sampled: Sampled = jax.tree.map(np.asarray, sent.sampled)
         except Exception as error:  # the device reports here what went wrong in a step
             self._failed((branch for _, branch, _ in sent.works), error)
             return
@@ -184,15 +184,15 @@ class EngineCore:
             if branch.stream.finished or not work.samples:
                 continue
             try:
-                self._hand_out(branch, sent.guesses(i), drawn, row, len(work.drafts))
+                self._hand_out(branch, sent.guesses(i), sampled, row, len(work.drafts))
             except Exception as error:  # of its text
                 _LOG.exception("an answer ends in an error")
                 self._end(branch, "error", _text(error))
 
-    def _hand_out(self, branch: Branch, guesses: Sequence[int], drawn: Sampled, row: int, drafts: int) -> None:
+    def _hand_out(self, branch: Branch, guesses: Sequence[int], sampled: Sampled, row: int, drafts: int) -> None:
         """Hands out what a step drew for one answer."""
         stream, options = branch.stream, branch.request.options
-        tokens = accepted(guesses, drawn.tokens[row : row + drafts + 1].tolist())
+        tokens = accepted(guesses, sampled.tokens[row : row + drafts + 1].tolist())
         if NO_TOKEN in tokens:
             self._end(
                 branch, "error", "the logits of its next token are not finite; check the model's weights and dtype."
@@ -201,7 +201,7 @@ class EngineCore:
         self.statistics.guesses_accepted += len(tokens) - 1 if drafts else 0
         logprobs = ()
         if options.logprobs is not None:
-            logprobs = [logprobs_of(drawn, row + at, options.logprobs) for at in range(len(tokens))]
+            logprobs = [logprobs_of(sampled, row + offset, options.logprobs) for offset in range(len(tokens))]
         room = stream.max_length - len(stream.tokens)
         self.scheduler.read(stream, tokens)
         delta = branch.writer.add(tokens, logprobs, room, stream.cached)

@@ -36,7 +36,7 @@ def check_draft(config: ModelConfig, draft: ModelConfig, drafts: int, max_length
     """Raises an error for a draft that cannot guess for a model.
 
     Args:
-      config: of the model.
+      config: the model's config.
       drafts: guesses in a step.
       max_length: tokens of a sequence.
 
@@ -84,9 +84,9 @@ def draft_step(
     """Guess number `place` of each sequence: drawn, and written to the history.
 
     Args:
-      slots, table, windows: as `host_tables` gives them, sequences with most guesses first.
+      slots, table, windows: results of `host_tables`, sequences with most guesses first.
       kv_lens, lengths: `[sequences]`, as of a step of one token each, before the first guess.
-      rows: of the draw after that token.
+      rows: sampling rows of the draw after that token.
       guesses: `[sequences]` int32, how many each one has; those with `place` of them or fewer compute nothing.
       place: int32.
 
@@ -99,5 +99,5 @@ def draft_step(
     batch = PagedBatch(kv_lens + place, table, starts, 1, lengths + place, windows)
     hidden, pages = draft.step(history[slots, kv_lens + place - 1], pages, batch)
     rows = rows._replace(position=rows.position + place)
-    found = propose(gathered(draft.logits(hidden), mesh), rows, history, allowed)
-    return found, pages, history.at[rows.slot, rows.position].set(found.tokens, mode="drop")
+    proposals = propose(gathered(draft.logits(hidden), mesh), rows, history, allowed)
+    return proposals, pages, history.at[rows.slot, rows.position].set(proposals.tokens, mode="drop")

@@ -32,7 +32,7 @@ class Embedder:
     Args:
       forward: (tokens, mask), both `[rows, length]`, to vectors `[rows, features]`; it is called with few shapes only.
       encode: texts to token ids, whole; None: texts are declined.
-      max_tokens: of one text.
+      max_tokens: bound of one text's tokens.
       vocab: token ids are below it.
     """
 
@@ -107,8 +107,8 @@ class Embedder:
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """(rows, length) of every batch."""
-        found = {(rows, length) for length in self.lengths for rows in (1, max(1, min(_ROWS, _TOKENS // length)))}
-        return tuple(sorted(found))
+        pairs = {(rows, length) for length in self.lengths for rows in (1, max(1, min(_ROWS, _TOKENS // length)))}
+        return tuple(sorted(pairs))
 
     def compile(self, on_program: Callable[[int, int, str], None] | None = None) -> None:
         """Compiles the programs of all shapes.
@@ -146,21 +146,21 @@ class Embedder:
             order = order[len(group) :]
             arrays = padded([ids[i] for i in group], 1 if len(group) == 1 else most, length)
             with self._lock:
-                found = np.asarray(self._forward(*map(jnp.asarray, arrays)), np.float32)
+                vectors = np.asarray(self._forward(*map(jnp.asarray, arrays)), np.float32)
             for row, i in enumerate(group):
-                out[i] = found[row]
+                out[i] = vectors[row]
         return np.stack(out), sum(map(len, ids))
 
     def ids(self, inputs: Sequence[str | Sequence[int]], truncate: int | None = None) -> list[list[int]]:
         """Token ids of inputs; see `__call__`."""
-        texts = [one for one in inputs if isinstance(one, str)]
+        texts = [text for text in inputs if isinstance(text, str)]
         if texts and self._encode is None:
             raise ShapeError("the input is a text, but the model has no tokenizer; pass token ids.")
         encoded = iter(self._encode(texts)) if self._encode is not None and texts else iter(())
         most = self.max_tokens if truncate is None or truncate == -1 else min(truncate, self.max_tokens)
-        found = []
-        for i, one in enumerate(inputs):
-            ids = next(encoded) if isinstance(one, str) else list(one)
+        ids_of_texts = []
+        for i, text in enumerate(inputs):
+            ids = next(encoded) if isinstance(text, str) else list(text)
             if not ids:
                 raise ShapeError(f"input {i} has no tokens; pass at least one.")
             for token in ids:
@@ -171,5 +171,5 @@ class Embedder:
                     f"input {i} has {len(ids)} tokens, but the model takes {most}; shorten it, or pass "
                     "`truncate_prompt_tokens` = -1 to cut it."
                 )
-            found.append(ids[:most])
-        return found
+            ids_of_texts.append(ids[:most])
+        return ids_of_texts

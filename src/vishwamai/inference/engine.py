@@ -44,15 +44,15 @@ class Engine:
 
     Args:
       model: the decoder.
-      tokenizer: as `vishwamai.models.read_tokenizer` gives it; None: prompts are token ids and answers have no text.
+      tokenizer: result of `vishwamai.models.read_tokenizer`; None: prompts are token ids and answers have no text.
       limits: sizes of steps and sequences.
       num_pages: pages of keys and values; None: enough for every sequence at its longest.
-      kv_dtype: of keys and values: "float32", "bfloat16", "float16", "int8" or "fp8"; None: the model's. The latter two
-        keep a scale for each layer and head, measured at the start (`pools`).
+      kv_dtype: dtype of keys and values: "float32", "bfloat16", "float16", "int8" or "fp8"; None: the model's. The
+        latter two keep a scale for each layer and head, measured at the start (`pools`).
       drafts: guesses of each step for each sequence; 0: none.
       draft: a smaller decoder of the same vocab that guesses (`drafting`); None: guesses come from the text itself
         (`speculative`). It has pages of its own, as many and of the same dtype.
-      prefix_cache: whether a prompt that begins like an earlier one shares its pages.
+      prefix_cache: bool, True shares the pages of a prompt's prefix with later prompts.
       end_tokens: ids that end an answer, besides those of the model's configuration and of its tokenizer.
       mesh: devices that split parameters and pages, by explicit axes "tensor" and "expert" (see `mesh`); None: those of
         the model's parameters. It splits the model given, in place.
@@ -117,14 +117,14 @@ class Engine:
         self.end_tokens = frozenset(end_tokens) | {token for token in ends if token is not None}
         page_size = self.limits.page_size
         sample = calibration_tokens(model.config.vocab_size, min(256, self.limits.max_length), tokenizer)
-        rings = [{} if one is None else rings_of(one.config, self.limits) for one in (model, draft)]
+        rings = [{} if decoder is None else rings_of(decoder.config, self.limits) for decoder in (model, draft)]
         windows = rings[0] | rings[1]  # a window has the same ring in both
         with self.optimization.kernels():
             pools, draft_pools = (
                 ()
-                if one is None
-                else make_pools(one, page_size, num_pages, kv_dtype, sample, mesh, ring_pages(of, self.limits))
-                for one, of in zip((model, draft), rings)
+                if decoder is None
+                else make_pools(decoder, page_size, num_pages, kv_dtype, sample, mesh, ring_pages(of, self.limits))
+                for decoder, of in zip((model, draft), rings)
             )
         lazy, kernels = compile == "lazy", self.optimization.kernels
         self.programs = Programs(
@@ -187,7 +187,7 @@ class Engine:
 
         Args:
           prompts: texts, or lists of token ids.
-          sampling: for all prompts, or one for each.
+          sampling: options of all prompts, or one for each.
 
         Raises:
           ShapeError: a request cannot be served; nothing was computed.
@@ -204,10 +204,10 @@ class Engine:
             if delta.finish is not None:
                 done.put(None)
 
-        for i, (prompt, one) in enumerate(zip(prompts, options)):
-            deltas |= {(i, choice): [] for choice in range(one.n)}
-            requests.append(Request(self.encode(prompt), one, partial(sink, i)))
-            self.check(requests[-1].prompt, one)
+        for i, (prompt, request_options) in enumerate(zip(prompts, options)):
+            deltas |= {(i, choice): [] for choice in range(request_options.n)}
+            requests.append(Request(self.encode(prompt), request_options, partial(sink, i)))
+            self.check(requests[-1].prompt, request_options)
         for request in requests:
             self.submit(request)
         for _ in deltas:
@@ -231,10 +231,10 @@ class Engine:
         Args:
           prompts: a text, token ids, or a list of prompts in token ids: answer `choice` of prompt i has number
             `i * n + choice`.
-          sampling: what is wanted.
+          sampling: options of the request.
           priority: a unit of it counts as `Limits.aging` seconds of waiting.
           deadline: seconds after which the answers end unfinished.
-          grammar: what the answers must match (`guided.Grammar`), or None.
+          grammar: `guided.Grammar` that the answers match, or None.
           keep_special: special tokens that are part of the answers' texts all the same.
         """
         if self._thread is None:

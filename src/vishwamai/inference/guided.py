@@ -53,9 +53,9 @@ class Vocabulary:
         """The vocabulary of a tokenizer.
 
         Args:
-          tokenizer: of `vishwamai.models.read_tokenizer`.
+          tokenizer: result of `vishwamai.models.read_tokenizer`.
           vocab: tokens of the model, which may be more than the tokenizer's.
-          end_tokens: those that end an answer; at least one.
+          end_tokens: ids that end an answer; at least one.
 
         Raises:
           ShapeError: the model has no tokenizer or no end token.
@@ -152,7 +152,7 @@ class Matcher:
         self._excess = 0.0  # seconds of masks over their share
 
     @property
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         """Whether nothing can follow."""
         return self._matcher.is_stopped()
 

@@ -42,23 +42,23 @@ def compiled(function: Any, arguments: tuple[Any, ...], on_read: Callable[[], No
 
     Args:
       function: a function of this package, jitted, or a `functools.partial` of one whose values `repr` tells apart.
-      arguments: of the call, arrays or their shapes.
+      arguments: arrays of the call, or their shapes.
       on_read: called where the program is read.
     """
     path = _path(function, arguments)
     if path is None:
         return function.lower(*arguments).compile()
-    found = _read(path, arguments)
-    if found is not None:
+    cached = _read(path, arguments)
+    if cached is not None:
         on_read()
-        return found
+        return cached
     recorder = observe.PlanRecorder()
     with observe.watching(recorder):
         lowered = function.lower(*arguments)
     with _without_cache_of_jax():
-        made = lowered.compile()
+        executable_program = lowered.compile()
     if not any(plan.op.fallbacks(plan.choice("cpu")) for plan in recorder.plans):
-        executable, _, out_tree = serialize_executable.serialize(made)
+        executable, _, out_tree = serialize_executable.serialize(executable_program)
         content = zlib.compress(pickle.dumps((executable, out_tree)), 1)
         try:
             caches.private_directory(path.parent)
@@ -66,7 +66,7 @@ def compiled(function: Any, arguments: tuple[Any, ...], on_read: Callable[[], No
             path.chmod(0o600)
         except OSError as error:  # the next start traces it
             caches.warn_once(f"compiled programs are not kept for the next start: {error}")
-    return made
+    return executable_program
 
 
 @contextlib.contextmanager
@@ -111,12 +111,12 @@ def _path(function: Any, arguments: tuple[Any, ...]) -> Path | None:
 
 def identity(function: Any, arguments: tuple[Any, ...]) -> str:
     """All that decides what the program is, as text."""
-    whole = function.__wrapped__
-    whole = whole if isinstance(whole, functools.partial) else functools.partial(whole)
+    partial = function.__wrapped__
+    partial = partial if isinstance(partial, functools.partial) else functools.partial(partial)
     leaves, tree = jax.tree.flatten(arguments)
     return repr(
         (
-            (whole.func.__module__, whole.func.__qualname__, whole.args, whole.keywords),
+            (partial.func.__module__, partial.func.__qualname__, partial.args, partial.keywords),
             (tree, [_kind(x) for x in leaves]),
             (current_config(), jax.sharding.get_abstract_mesh(), sorted(jax.config.values.items())),
             sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES)),
@@ -147,12 +147,12 @@ def _versions() -> tuple[tuple[str, str], ...]:
 def _source() -> str:
     """A digest of this package: its Python files and the native module."""
     root = Path(vishwamai.__file__).parent
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     native = ffi.native().__file__ if ffi.why_not() is None else None
-    found.update(b"" if native is None else Path(native).read_bytes())
-    return found.hexdigest()
+    digest.update(b"" if native is None else Path(native).read_bytes())
+    return digest.hexdigest()
 
 
 @functools.cache

@@ -61,13 +61,13 @@ class Load:
       weights: the parameters.
       pages: keys and values.
       step: logits and activations of the largest step, an estimate.
-      available: what the device, or this process on a CPU, can still have; None where that is not known.
+      available: bytes that the device, or this process on a CPU, can still allocate; None where that is not known.
       mesh: the axes over which the model is split, or None. The bytes are those of each device; on a CPU, whose devices
         share its memory, those of all.
       optimization: the keys that were given, whose settings are in place.
-      prefix_cache: as `Engine`.
+      prefix_cache: argument of `Engine`.
       draft: a draft model, whose bytes `weights` and `pages` do not count, or None.
-      keep_packed: as of `plan_load`.
+      keep_packed: argument of `plan_load`.
       memory: the bytes that all may take where the caller says so, or None.
     """
 
@@ -112,14 +112,14 @@ class Load:
     def __str__(self) -> str:
         quantized = {"keep": "its published numbers"}.get(self.quantize or "", self.quantize)
         form = self.dtype if quantized is None else f"{quantized} (other arrays {self.dtype})"
-        known = "" if self.available is None else f" of {human(self.available)} available"
+        limit_text = "" if self.available is None else f" of {human(self.available)} available"
         if self.memory is not None:
-            known = f" of {human(self.memory)} allowed"
+            limit_text = f" of {human(self.memory)} allowed"
         tokens = self.num_pages * self.limits.page_size
         where = jax.default_backend() + ("" if self.mesh is None else f" split by {self.mesh}")
         return (
             f"{self.config.family}, {self.config.num_layers} layers, from {self.directory}, in {form}, on "
-            f"{where}: {human(self.total)} planned{known}: weights {human(self.weights)}, keys and "
+            f"{where}: {human(self.total)} planned{limit_text}: weights {human(self.weights)}, keys and "
             f"values {human(self.pages)} ({tokens} tokens in {self.kv_dtype}), a step {human(self.step)}"
             f"{'' if self.draft is None else f', {self.draft}'}{self._rings()}"
         )
@@ -171,9 +171,9 @@ class Load:
             placed = {} if mesh is None else {"mesh": mesh, "rules": serving_rules(config, mesh.shape)}
             return from_pretrained(directory, dtype=dtype, quantize=quantize, **placed)
         form = Form(dtype.name, quantize, _quantizes_head(self.quantize))
-        kept = read_packed(directory, form) if self.keep_packed else None
-        if kept is not None:
-            return kept
+        packed = read_packed(directory, form) if self.keep_packed else None
+        if packed is not None:
+            return packed
         model = from_pretrained(directory, dtype=dtype, quantize=quantize)
         model = pack_weights(model, quantize_head=form.int8_head)
         if self.keep_packed:
@@ -208,19 +208,20 @@ def plan_load(
     """What loading a Hugging Face directory takes; reads its headers only.
 
     Args:
-      directory: of the model, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".
-      dtype: of the parameters.
-      quantize: as of `from_pretrained`; "keep" is of a draft model only where that is published quantized.
-      kv_dtype: of keys and values, a name of `pools.KV_DTYPES`; None: `dtype`.
-      max_sequences, max_tokens, mixed_tokens, page_size: as `Limits`.
-      max_length: of a sequence; None: the model's own, as far as the pages of `max_sequences` sequences of 4096 tokens
-        hold one. With a draft model or layers with a window: at most 4096.
+      directory: the model's directory, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".
+      dtype: dtype of the parameters.
+      quantize: argument of `from_pretrained`; "keep" is for a draft model only where that is published quantized.
+      kv_dtype: dtype of keys and values, a name of `pools.KV_DTYPES`; None: `dtype`.
+      max_sequences, max_tokens, mixed_tokens, page_size: fields of `Limits`.
+      max_length: tokens of a sequence; None: the model's own, as far as the pages of `max_sequences` sequences of 4096
+        tokens hold one. With a draft model or layers with a window: at most 4096.
       memory: bytes that all may take; None: 90 % of what is available.
-      drafts: as `Engine`.
+      drafts: argument of `Engine`.
       draft_model: a directory of a smaller model with the same tokenizer, which makes the guesses (`drafting`). It is
         loaded with the same dtypes, quantization and mesh.
-      prefix_cache: as `Engine`.
-      keep_packed: on one CPU device, keep the packed weights beside the checkpoint (`models.packed_files`), and map
+      prefix_cache: argument of `Engine`.
+      keep_packed: bool, True keeps, on one CPU device, the packed weights beside the checkpoint
+        (`models.packed_files`), and map
         them where they were kept before: the next start reads, rounds and packs nothing.
       mesh: split the model over the first devices, "tensor=2" or "expert=4,tensor=2"; None: one device.
       optimization: the dict of `vishwamai.performance.explain_optimization`: `use_fp8` and `kv_cache_fp8` set
@@ -253,7 +254,7 @@ def plan_load(
     kv_dtype = kv_dtype or dtype
     stored = kv_dtype_of(kv_dtype)
     devices = None if mesh is None else serving_mesh(mesh)
-    held = devices.size if devices is not None and jax.default_backend() == "cpu" else 1
+    copies = devices.size if devices is not None and jax.default_backend() == "cpu" else 1
     itemsize, head = jnp.dtype(dtype).itemsize, _quantizes_head(quantize, mesh)
 
     rings = rings_of(config, limits)
@@ -265,7 +266,7 @@ def plan_load(
         none, all_rings = dict.fromkeys(rings, 0), ring_pages(rings, limits)
         page = page_bytes(config, page_size, stored, devices, window_pages=none)
         ring = page_bytes(config, page_size, stored, devices, num_pages=0, window_pages=all_rings)
-        return held * weights, held * page, held * ring
+        return copies * weights, copies * page, copies * ring
 
     read_index(directory)  # every file is there, and whole
     weights, page, ring = sizes(directory, config, rings)
@@ -278,14 +279,14 @@ def plan_load(
         draft = Draft(Path(draft_model), small, draft_weights, 0)
         rows += drafts * max_sequences  # what the guesses were drawn from
     width = config.vocab_size * rows * 4 + limits.max_tokens * (config.hidden_size + config.intermediate_size)
-    step = held * 4 * width
+    step = copies * 4 * width
     available = _available()
     budget = memory if memory is not None else None if available is None else int(0.9 * available)
-    wanted = max_sequences * limits.pages_per_sequence
+    most = max_sequences * limits.pages_per_sequence
     fixed = weights + step + ring + draft_ring + (0 if draft is None else draft.weights)
     growing = page + draft_page
-    left = wanted if budget is None else (budget - fixed) // max(growing, 1)
-    pages = min(wanted, left)
+    left = most if budget is None else (budget - fixed) // max(growing, 1)
+    pages = min(most, left)
     if own_length and draft is None:
         longest = dataclasses.replace(limits, max_length=max(max_length, min(config.max_positions, pages * page_size)))
         limits = limits if rings_of(config, longest) else longest
@@ -335,16 +336,16 @@ def _read(directory: Path) -> ModelConfig:
 
 def _read_draft(directory: Path, model: Path, config: ModelConfig, drafts: int, max_length: int) -> ModelConfig:
     """The configuration of a draft model, checked against the model that it guesses for."""
-    found = _read(directory)
-    check_draft(config, found, drafts, max_length)
+    draft = _read(directory)
+    check_draft(config, draft, drafts, max_length)
     read_index(directory)
-    vocabs = [_vocab(one) for one in (model, directory)]
+    vocabs = [_vocab(folder) for folder in (model, directory)]
     if None not in vocabs and vocabs[0] != vocabs[1]:
         raise ShapeError(
             f"{directory / 'tokenizer.json'} gives tokens other ids than {model / 'tokenizer.json'}; pass a draft "
             "model with the same tokenizer."
         )
-    return found
+    return draft
 
 
 def _vocab(directory: Path) -> dict[str, int] | None:
@@ -380,16 +381,16 @@ def _available() -> int | None:
         statistics = device.memory_stats() or {}
         limit = statistics.get("bytes_limit")
         return None if limit is None else limit - statistics.get("bytes_in_use", 0)
-    found = []
+    limits = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+        limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
     group = Path("/sys/fs/cgroup")
     try:
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     except (OSError, ValueError):
         pass  # no control group of version 2, or no limit ("max")
-    if not found and "SC_PHYS_PAGES" in os.sysconf_names:
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min(found, default=None)
+    if not limits and "SC_PHYS_PAGES" in os.sysconf_names:
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(limits, default=None)

@@ -27,8 +27,8 @@ class Turn:
     """An answer whose grammar takes its last tokens.
 
     Attributes:
-      result: to be the next mask, or None where there is none; and whether the grammar has ended.
-      delta: of those tokens, which is not handed out before; None at an answer's start.
+      result: future of the next mask, or None where there is none; and whether the grammar has ended.
+      delta: text of those tokens, which is not sent before; None at an answer's start.
       started: when, in the seconds of `time.monotonic`.
     """
 
@@ -87,5 +87,5 @@ def _follow(matcher: Any, tokens: Sequence[int], goes_on: bool) -> tuple[np.ndar
     reason = matcher.advance(tokens) if tokens else None
     if reason is not None:
         raise ShapeError(reason)
-    ended = bool(tokens) and matcher.ended  # an answer does not end before its first token
-    return (matcher.mask() if goes_on and not ended else None), ended
+    finished = bool(tokens) and matcher.finished  # an answer does not end before its first token
+    return (matcher.mask() if goes_on and not finished else None), finished

@@ -36,10 +36,10 @@ def weight_bytes(
 
     Args:
       itemsize: bytes of an element of those that are not quantized.
-      quantize: as of `from_pretrained`.
+      quantize: argument of `from_pretrained`.
       int8_head: the head is int8, with a float32 for each token.
-      mesh: over which the model is split (`mesh.serving_rules`).
-      directory: of the checkpoint, whose headers say what `quantize="keep"` holds.
+      mesh: mesh of the model (`mesh.serving_rules`).
+      directory: the checkpoint's directory, whose headers say what `quantize="keep"` holds.
 
     Raises:
       ShapeError: as `mesh.serving_rules`, or a mesh axis cuts through blocks that share a scale.
@@ -62,20 +62,22 @@ def weight_bytes(
     for name, parameter, layer in _parameters(config):
         where = parameter_path(name, layer)
         if storage is not None:
-            held = storage(name, parameter, layer)
+            stored = storage(name, parameter, layer)
         else:
-            held = QUANTIZATIONS[quantize] if quantize is not None and parameter.matrix else None
-        if held is None:
-            each = 4 if parameter.float32 else itemsize
-            lies = None if place is None else parameter_sharding(*place, parameter, 1, where)
-            count = math.prod(parameter.shape if lies is None else lies.shard_shape(parameter.shape))
-            total += count + 4 * parameter.shape[0] if int8_head and name == head else count * each
+            stored = QUANTIZATIONS[quantize] if quantize is not None and parameter.matrix else None
+        if stored is None:
+            scale_bytes = 4 if parameter.float32 else itemsize
+            sharding = None if place is None else parameter_sharding(*place, parameter, 1, where)
+            count = math.prod(parameter.shape if sharding is None else sharding.shard_shape(parameter.shape))
+            total += count + 4 * parameter.shape[0] if int8_head and name == head else count * scale_bytes
             continue
-        weight = held.shapes(parameter)
+        weight = stored.shapes(parameter)
         if place is not None:
-            split = held.shardings(*place, parameter, 1, where)
-            shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(at.shard_shape(x.shape), x.dtype), weight, split)
-            weight = held.tensor(*jax.tree.leaves(shapes))
+            split = stored.shardings(*place, parameter, 1, where)
+            shapes = jax.tree.map(
+                lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype), weight, split
+            )
+            weight = stored.tensor(*jax.tree.leaves(shapes))
         total += _packed_bytes(weight) if _packs(weight, mesh) else _unpacked_bytes(weight)
     return total
 
@@ -130,9 +132,9 @@ def page_bytes(
 
     Args:
       page_size: tokens of a page.
-      dtype: of keys and values.
-      mesh: over which the pools lie (`mesh.place_pool`).
-      num_pages, window_pages: as of `page_shapes`.
+      dtype: dtype of keys and values.
+      mesh: mesh of the pools (`mesh.place_pool`).
+      num_pages, window_pages: arguments of `page_shapes`.
     """
 
     def elements(shape: jax.ShapeDtypeStruct) -> int:

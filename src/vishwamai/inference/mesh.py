@@ -49,7 +49,7 @@ def serving_mesh(axes: str | Mapping[str, int]) -> Mesh:
     if count > len(devices):
         fix = f"; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={count} makes them"
         raise DeviceError(
-            f"the mesh {_written(sizes)} needs {count} devices, but JAX has {len(devices)} ({devices[0].platform})"
+            f"the mesh {sizes_text(sizes)} needs {count} devices, but JAX has {len(devices)} ({devices[0].platform})"
             f"{fix if devices[0].platform == 'cpu' else ''}; pass sizes whose product is at most {len(devices)}."
         )
     return make_mesh(sizes, devices=devices[:count] if count > 0 else devices)
@@ -59,7 +59,7 @@ def serving_rules(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, st
     """The mesh axis of each logical axis of the parameters, as `from_pretrained` takes them.
 
     Args:
-      config: of the decoder.
+      config: the decoder's config.
       sizes: the mesh's axes and their sizes (`mesh.shape`).
 
     Raises:
@@ -82,12 +82,12 @@ def serving_rules(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, st
             raise ShapeError(
                 f'the mesh axis "{axis}" has size {size}, but {config.family} has no experts; leave it out.'
             )
-        for what, count in counts[axis].values():
+        for unit, count in counts[axis].values():
             if count % size:
                 common = math.gcd(*(count for _, count in counts[axis].values()))
                 fits = ", ".join(f"{axis}={n}" for n in range(1, common + 1) if common % n == 0)
                 raise ShapeError(
-                    f'the mesh axis "{axis}" has size {size}, which does not divide the model\'s {count} {what}; '
+                    f'the mesh axis "{axis}" has size {size}, which does not divide the model\'s {count} {unit}; '
                     f"pass one of {fits}."
                 )
         rules |= dict.fromkeys(counts[axis], axis)
@@ -124,21 +124,21 @@ def place_model(model: Decoder, mesh: Mesh) -> Decoder:
             "explicit ones, as vishwamai.parallel.make_mesh gives them."
         )
     rules = logical_rules(model.config, mesh)
-    for name, parameter, layers, held in parameter_variables(model):
-        value = held.get_value()
+    for name, parameter, layers, variable in parameter_variables(model):
+        value = variable.get_value()
         if all(getattr(leaf.sharding, "mesh", None) == mesh for leaf in jax.tree.leaves(value)):
             continue
         place = mesh, rules, parameter, len(layers or (0,)), name, "Engine"
         if isinstance(value, QTensor):
             split = Storage(value.format, value.block_size).shardings(*place)
-            held.set_value(jax.tree.map(jax.device_put, value, split))
+            variable.set_value(jax.tree.map(jax.device_put, value, split))
             continue
         if not isinstance(value, jax.Array):
             raise UnsupportedError(
                 f"Engine: parameter `{name}` is a {type(value).__name__}, which is not split over a mesh; load the "
                 "model with from_pretrained(directory, mesh=..., rules=...), without packing it."
             )
-        held.set_value(jax.device_put(value, parameter_sharding(*place)))
+        variable.set_value(jax.device_put(value, parameter_sharding(*place)))
     return model
 
 
@@ -178,9 +178,9 @@ def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 def mesh_of(model: Decoder) -> Mesh | None:
     """The mesh on which a decoder's parameters lie, None for one device."""
-    found = jax.tree.leaves(model.embed.get_value())[0].sharding
-    return found.mesh if isinstance(found, NamedSharding) and isinstance(found.mesh, Mesh) else None
+    sharding = jax.tree.leaves(model.embed.get_value())[0].sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
 
-def _written(sizes: Mapping[str, int]) -> str:
+def sizes_text(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in sizes.items())

@@ -34,7 +34,7 @@ class PagePool:
 
     Args:
       num_pages: how many there are.
-      shared: whether later prompts may find the prefixes of earlier ones (`publish`).
+      shared: bool, True where later prompts may reuse the prefixes of earlier ones (`publish`).
 
     >>> pool = PagePool(2)
     >>> held = pool.take(2)

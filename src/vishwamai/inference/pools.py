@@ -48,12 +48,12 @@ def kv_dtype_of(name: Any) -> jnp.dtype:
     >>> kv_dtype_of("fp8"), kv_dtype_of("bfloat16")
     (dtype(float8_e4m3fn), dtype(bfloat16))
     """
-    found = KV_DTYPES.get(name) if isinstance(name, str) else name
+    dtype_or_name = KV_DTYPES.get(name) if isinstance(name, str) else name
     try:
-        dtype = None if found is None else jnp.dtype(found)
+        dtype = None if dtype_or_name is None else jnp.dtype(dtype_or_name)
     except TypeError:
         dtype = None
-    if dtype is None or dtype not in [jnp.dtype(known) for known in KV_DTYPES.values()]:
+    if dtype is None or dtype not in [jnp.dtype(supported) for supported in KV_DTYPES.values()]:
         raise UnsupportedError(f"`kv_dtype` is {name!r}; pass {', '.join(KV_DTYPES)}.")
     return dtype
 
@@ -72,9 +72,9 @@ def make_pools(
     Args:
       page_size: tokens of a page.
       num_pages: pages of one layer.
-      dtype: as `kv_dtype_of` gives it.
-      tokens: on which the scales of 8-bit pools are measured.
-      mesh: over which the model is split (`mesh.place_model`).
+      dtype: result of `kv_dtype_of`.
+      tokens: sample that the scales of 8-bit pools are measured on.
+      mesh: mesh of the model (`mesh.place_model`).
       window_pages: pages of one layer with that window, in place of `num_pages`.
 
     Raises:
@@ -138,10 +138,10 @@ def _largest(
     def of(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = jnp.abs(pool.astype(jnp.float32)).reshape(pool.shape[0] // pages, -1, *pool.shape[2:])
         if rows.ndim == 3:  # latent rows, which are key and value at once
-            found = rows.max(axis=(1, 2))[:, None]
-            return found, found
-        found = rows.max(axis=(1, 3))  # key and value of each head in turn
-        return found[:, 0::2], found[:, 1::2]
+            maxima = rows.max(axis=(1, 2))[:, None]
+            return maxima, maxima
+        maxima = rows.max(axis=(1, 3))  # key and value of each head in turn
+        return maxima[:, 0::2], maxima[:, 1::2]
 
     @jax.jit
     def measure(model: Decoder, pools: Any, tokens: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -149,5 +149,5 @@ def _largest(
         return [of(gathered(pool, mesh)) for pool in pools]
 
     with on_mesh(mesh):
-        found = measure(model, _empty(model, shapes, mesh), jnp.asarray(tokens, jnp.int32))
-    return jax.device_get(found)
+        maxima = measure(model, _empty(model, shapes, mesh), jnp.asarray(tokens, jnp.int32))
+    return jax.device_get(maxima)

@@ -121,9 +121,9 @@ class Program:
     """A function that is compiled once, for the arguments of one shape: by `compile`, or by its first call.
 
     Args:
-      name: what is told.
+      name: text for the progress report.
       function: jitted, as `kept_programs.compiled` takes it.
-      mesh: for which it is traced.
+      mesh: mesh of the traced program.
       kernels: the configuration of kernels for which it is traced.
       told: called with the name before it is compiled.
 
@@ -131,15 +131,15 @@ class Program:
       from_cache: it was read from the directory of compiled programs.
     """
 
-    def __init__(self, name: str, function: Any, mesh: Mesh | None, kernels: Kernels, told: Callable[[str], None]):
-        self.name, self._function, self._mesh, self._kernels, self._told = name, function, mesh, kernels, told
+    def __init__(self, name: str, function: Any, mesh: Mesh | None, kernels: Kernels, report: Callable[[str], None]):
+        self.name, self._function, self._mesh, self._kernels, self._report = name, function, mesh, kernels, report
         self._compiled: Any = None
         self._platform: str | None = None
         self.from_cache = False
 
     def compile(self, *arguments: Any) -> Any:
         """Compiles it for arguments of these shapes; the compiled function."""
-        self._told(self.name)
+        self._report(self.name)
         self._platform = platform_of(arguments)
         with self._traced():
             if _has_four_bits(arguments):
@@ -187,16 +187,16 @@ class Programs:
       pages: the pools (`pools.make_pools`).
       drafts: guesses of a step for each sequence.
       on_program: called with (how many are compiled, of how many, the next one's name) before each.
-      mesh: over which the models and the pools are split; logits and history are whole on each of its devices.
+      mesh: mesh of the models and the pools; logits and history are whole on each of its devices.
       draft: a model that guesses, or None (`drafting`).
       draft_pages: its pools.
-      windows: those whose layers have page tables of their own (`windows.WindowPages`).
+      windows: window sizes whose layers have separate page tables (`windows.WindowPages`).
       lazy: compile the programs of one sequence's token and of prompts only; each other one when a step first needs it.
       kernels: the configuration of kernels for which programs are traced.
 
     Attributes:
       compiled, total: programs that are compiled, and all that may be.
-      from_cache: those of them that an earlier start compiled, on the CPU.
+      from_cache: number of them that an earlier start compiled, on the CPU.
     """
 
     def __init__(
@@ -226,12 +226,12 @@ class Programs:
             n: replicated(jax.device_put(all_allowed(n, self.vocab), may_alias=False), mesh) for n in rows
         }
         drafting = () if draft is None else checking_shapes(limits, drafts)
-        alone = sorted({shape.rows for shape in self.shapes if shape not in drafting})
-        self.total, self.compiled = len(self.shapes) + len(alone) + 2 * len(drafting) + 1, 0
+        single = sorted({shape.rows for shape in self.shapes if shape not in drafting})
+        self.total, self.compiled = len(self.shapes) + len(single) + 2 * len(drafting) + 1, 0
         self.from_cache = 0
         first = (min(self.shapes), max(self.shapes))  # a token of one sequence, and prompts
 
-        def told(name: str) -> None:
+        def report(name: str) -> None:
             if on_program is not None:
                 on_program(self.compiled, self.total, name)
             self.compiled += 1
@@ -239,11 +239,11 @@ class Programs:
         def program(
             name: str, early: bool, function: Callable[..., Any], donated: int | tuple[int, ...], *arguments: Any
         ) -> Program:
-            made = Program(name, jax.jit(function, donate_argnums=donated), mesh, kernels, told)
+            compiled_program = Program(name, jax.jit(function, donate_argnums=donated), mesh, kernels, report)
             if early or not lazy:
-                made.compile(*arguments)
-                self.from_cache += made.from_cache
-            return made
+                compiled_program.compile(*arguments)
+                self.from_cache += compiled_program.from_cache
+            return compiled_program
 
         self._forward: dict[StepShape, Program] = {}
         self._draw: dict[int, Program] = {}
@@ -254,13 +254,15 @@ class Programs:
             function = partial(_forward, shape=shape, mesh=mesh)
             arguments = *self._state(), self.history, *self.tables(shape).values()
             self._forward[shape] = program(name, shape in first, function, (1, 3), *arguments)
-        for n in alone:
+        for n in single:
             arguments = *self._sampling(n), self._all_allowed[n]
             self._draw[n] = program(f"sampling of {n}", n in {shape.rows for shape in first}, _draw, 2, *arguments)
         for shape in drafting:
-            n, given = shape.sequences, jnp.float32
-            one = Proposals(jax.ShapeDtypeStruct((n,), jnp.int32), jax.ShapeDtypeStruct((n, self.vocab), given))
-            arguments = *self._sampling(shape.rows), self._all_allowed[shape.rows], (one,) * drafts
+            n, logits_dtype = shape.sequences, jnp.float32
+            proposal = Proposals(
+                jax.ShapeDtypeStruct((n,), jnp.int32), jax.ShapeDtypeStruct((n, self.vocab), logits_dtype)
+            )
+            arguments = *self._sampling(shape.rows), self._all_allowed[shape.rows], (proposal,) * drafts
             self._checked[shape] = program(f"check of {shape.rows}", False, _draw, 2, *arguments)
             arguments = self._drafting(self.tables(shape), empty_rows(n, limits.max_sequences, self.vocab))
             function = partial(draft_step, mesh=mesh)
@@ -302,9 +304,9 @@ class Programs:
 
     def shape_for(self, needed: StepShape, checks: bool = False) -> StepShape:
         """The smallest shape that holds a step; `checks`: it checks guesses of the draft model."""
-        wanted = dataclasses.astuple(needed)
+        sizes = dataclasses.astuple(needed)
         shapes = [shape for shape in self.shapes if (shape in self._propose) == checks]
-        return min(s for s in shapes if all(has >= needs for has, needs in zip(dataclasses.astuple(s), wanted)))
+        return min(s for s in shapes if all(has >= needs for has, needs in zip(dataclasses.astuple(s), sizes)))
 
     def tables(self, shape: StepShape) -> Tables:
         """The arrays of an empty step."""
@@ -321,15 +323,15 @@ class Programs:
         proposals is guess p of sequence i.
 
         Args:
-          rows: of each sequence's first guess.
+          rows: sampling rows of each sequence's first guess.
           guesses: `[sequences]` int32, how many of each, most first.
         """
-        found: list[Proposals] = []
+        drawn_proposals: list[Proposals] = []
         for place in range(int(guesses.max())):
             arguments = self._drafting(tables, rows, guesses, place)
             proposals, self.draft_pages, self.history = self._propose[shape](*arguments)
-            found.append(proposals)
-        return tuple(found) + (found[-1],) * (self.drafts - len(found))
+            drawn_proposals.append(proposals)
+        return tuple(drawn_proposals) + (drawn_proposals[-1],) * (self.drafts - len(drawn_proposals))
 
     def step(
         self,

@@ -230,7 +230,8 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array, proposals:
       rows: the options of each row.
       history: `[slots, length]` int32, the tokens of each slot's sequence, as far as `rows.position`.
       allowed: `[rows, ceil(vocab / 32)]` int32, the bits of the tokens that a grammar allows; see `all_allowed`.
-      proposals: what `rows.proposal` counts; a row that `rejects` gives its proposal or, where it is rejected, another.
+      proposals: proposals that `rows.proposal` indexes; a row that `rejects` gives its proposal or, where it is
+        rejected, another.
 
     Returns:
       The tokens, and the log probabilities of those rows that ask for them. A row of logits with a NaN, or without a
@@ -246,18 +247,18 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array, proposals:
     """
     logits = logits.astype(jnp.float32)
 
-    def drawn(x: Array) -> Array:
+    def draw(x: Array) -> Array:
         x = _shaped(x, rows)
-        found = jnp.argmax(x + _noise(rows, x.shape[1]), axis=1).astype(jnp.int32)
+        sampled = jnp.argmax(x + _noise(rows, x.shape[1]), axis=1).astype(jnp.int32)
         guesses = proposals
         if guesses is None:
-            return found
+            return sampled
         checks = rows.rejects & (rows.proposal >= 0)
-        checked = lax.cond(jnp.any(checks), lambda: _checked(x, rows, guesses), lambda: found)
-        return jnp.where(checks, checked, found)
+        checked = lax.cond(jnp.any(checks), lambda: _checked(x, rows, guesses), lambda: sampled)
+        return jnp.where(checks, checked, sampled)
 
     changed = _changed(logits, rows, history, allowed)
-    tokens = _chosen(changed, rows, drawn)
+    tokens = _chosen(changed, rows, draw)
     finite = jnp.isfinite(jnp.max(logits, axis=1)) & jnp.isfinite(jnp.max(changed, axis=1))
     logprobs = lax.cond(jnp.any(rows.logprobs), _logprobs, _no_logprobs, logits, tokens)
     return Sampled(jnp.where(finite, tokens, NO_TOKEN), *logprobs)
@@ -274,10 +275,10 @@ def propose(logits: Array, rows: Rows, history: Array, allowed: Array) -> Propos
     changed = _changed(logits.astype(jnp.float32), rows, history, allowed)
     shaped = lax.cond(jnp.any(rows.temperature > 0), lambda x: _shaped(x, rows), lambda x: x, changed)
 
-    def drawn(_: Array) -> Array:
+    def draw(_: Array) -> Array:
         return jnp.argmax(shaped + _noise(rows, shaped.shape[1]), axis=1).astype(jnp.int32)
 
-    return Proposals(_chosen(changed, rows, drawn), shaped)
+    return Proposals(_chosen(changed, rows, draw), shaped)
 
 
 _DRAFT, _ACCEPT = np.uint32(1 << 30), np.uint32(1 << 31)
@@ -309,11 +310,11 @@ def _changed(logits: Array, rows: Rows, history: Array, allowed: Array) -> Array
     return lax.cond(plain, lambda x: x, changed, logits)
 
 
-def _chosen(logits: Array, rows: Rows, drawn: Callable[[Array], Array]) -> Array:
-    """The largest logit of greedy rows, and what `drawn` gives of the others."""
+def _chosen(logits: Array, rows: Rows, draw: Callable[[Array], Array]) -> Array:
+    """The largest logit of greedy rows, and what `draw` gives of the others."""
     best = jnp.argmax(logits, axis=1).astype(jnp.int32)
-    found = lax.cond(jnp.any(rows.temperature > 0), drawn, lambda x: best, logits)
-    return jnp.where(rows.temperature > 0, found, best)
+    chosen = lax.cond(jnp.any(rows.temperature > 0), draw, lambda x: best, logits)
+    return jnp.where(rows.temperature > 0, chosen, best)
 
 
 def _penalized(logits: Array, rows: Rows, history: Array) -> Array:
@@ -362,24 +363,24 @@ def _checked(x: Array, rows: Rows, proposals: Proposals) -> Array:
     Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding" (2023), and Chen et al.,
     "Accelerating Large Language Model Decoding with Speculative Sampling" (2023).
     """
-    at = jnp.maximum(rows.proposal, 0)
-    guess = proposals.tokens[at]
-    p, q = jax.nn.softmax(x, axis=1), jax.nn.softmax(proposals.logits[at], axis=1)
+    index = jnp.maximum(rows.proposal, 0)
+    guess = proposals.tokens[index]
+    p, q = jax.nn.softmax(x, axis=1), jax.nn.softmax(proposals.logits[index], axis=1)
     p_guess, q_guess = (jnp.take_along_axis(of, guess[:, None], axis=1)[:, 0] for of in (p, q))
     uniform = jax.vmap(lambda *of: jax.random.uniform(_key(*of)))(rows.seed, rows.choice + _ACCEPT, rows.position)
     rest = jnp.maximum(p - q, 0.0)
     # Rounding may leave nothing of two distributions that are nearly the same.
     rest = jnp.where(jnp.any(rest > 0, axis=1, keepdims=True), jnp.log(rest), x)
-    other = jnp.argmax(rest + _noise(rows, x.shape[1]), axis=1).astype(jnp.int32)
-    return jnp.where(uniform * q_guess < p_guess, guess, other)
+    replacement = jnp.argmax(rest + _noise(rows, x.shape[1]), axis=1).astype(jnp.int32)
+    return jnp.where(uniform * q_guess < p_guess, guess, replacement)
 
 
 def _limited(x: Array, rows: Rows) -> Array:
     """Keeps the logits of top-k, and of these those of top-p."""
     vocab = x.shape[1]
     ordered = _ordered(x)
-    wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
-    border = _largest(lambda t: jnp.sum(ordered >= t[:, None], axis=1) >= wanted, x.shape[0])
+    kept_count = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
+    border = _largest(lambda t: jnp.sum(ordered >= t[:, None], axis=1) >= kept_count, x.shape[0])
     x = jnp.where(ordered >= border[:, None], x, -jnp.inf)
     probability = jax.nn.softmax(x, axis=1)
     # All of them where top_p is 1: a sum of rounded probabilities may stay below it.
@@ -401,15 +402,15 @@ def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
     reading. A CPU waits for the comparisons, so it finds one.
     """
 
-    def found(bits: int) -> Array:
-        def turn(i: Array, found: Array) -> Array:
+    def largest_prefix(bits: int) -> Array:
+        def turn(i: Array, prefix: Array) -> Array:
             shift = (32 - bits * (i + 1)).astype(jnp.uint32)
-            passed = [holds(found | (jnp.uint32(value) << shift)) for value in range(1, 1 << bits)]
-            return found | (sum(one.astype(jnp.uint32) for one in passed) << shift)
+            passed = [holds(prefix | (jnp.uint32(value) << shift)) for value in range(1, 1 << bits)]
+            return prefix | (sum(passes.astype(jnp.uint32) for passes in passed) << shift)
 
         return lax.fori_loop(0, 32 // bits, turn, jnp.zeros(rows, jnp.uint32))
 
-    return lax.platform_dependent(cpu=lambda: found(1), default=lambda: found(2))
+    return lax.platform_dependent(cpu=lambda: largest_prefix(1), default=lambda: largest_prefix(2))
 
 
 def _logprobs(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:

@@ -28,7 +28,7 @@ class Stream:
 
     Args:
       tokens: the prompt, then every token that was read back.
-      max_length: where it ends, prompt included.
+      max_length: last position, prompt included.
       rank: its place in the order; `Scheduler.rank` makes it.
       deadline: when it ends unfinished, in the seconds of `schedule(now)`.
       synchronous: its next step needs the values of the last one's tokens (a grammar, or drafts).
@@ -229,9 +229,9 @@ class Scheduler:
         """Gives a running stream pages for its first `tokens`, if need be those of the last ranks; False where it is
         the last itself and gave up its own.
         """
-        wanted = self.limits.pages_of(tokens) - len(stream.pages)
-        while wanted > 0:
-            pages = self.pool.take(wanted)
+        missing = self.limits.pages_of(tokens) - len(stream.pages)
+        while missing > 0:
+            pages = self.pool.take(missing)
             if pages is not None:
                 stream.pages += pages
                 break
@@ -251,10 +251,10 @@ class Scheduler:
             if self.switch is not None and not stream.turned and self._past(len(stream.tokens)):
                 stream.turned, stream.digests = self.switch + 1, []
             self._digest(stream, len(stream.tokens))
-            if sum(counts.values()) >= budget or (known := self._make_room(stream, counts, preempted)) is None:
+            if sum(counts.values()) >= budget or (digests := self._make_room(stream, counts, preempted)) is None:
                 break
             self.waiting.remove(stream)
-            stream.pages, stream.spans = self.pool.share(known), self.windows.share(known)
+            stream.pages, stream.spans = self.pool.share(digests), self.windows.share(digests)
             stream.computed = len(stream.pages) * self.limits.page_size
             stream.published = len(stream.pages)
             if stream.preemptions == 0:
@@ -277,7 +277,7 @@ class Scheduler:
         shared = (stream.prompt_length - 1) // self.limits.page_size
         return leader is not None and leader.slot is not None and leader.published < shared
 
-    def _known(self, stream: Stream) -> list[bytes]:
+    def _digests_of(self, stream: Stream) -> list[bytes]:
         """The digests of the first pages of a stream that waits which it need not compute."""
         digests = stream.digests[: (len(stream.tokens) - 1) // self.limits.page_size]  # its last token is computed
         return digests[: self.windows.usable(digests[: len(self.pool.cached(digests))])]
@@ -285,12 +285,12 @@ class Scheduler:
     def _make_room(self, stream: Stream, counts: dict[Stream, int], preempted: list[Stream]) -> list[bytes] | None:
         """What is `_known` of a stream for which there is room now; None where none can be made."""
         while True:
-            known = self._known(stream)
-            cached = self.pool.cached(known)
+            digests = self._digests_of(stream)
+            cached = self.pool.cached(digests)
             # Idle pages of the prefix are available until they are shared, and then count as held.
-            wanted = self.limits.pages_of(len(stream.tokens)) - sum(self.pool.holders(page) > 0 for page in cached)
-            if self._free_slots and wanted <= self.pool.available:
-                return known
+            missing = self.limits.pages_of(len(stream.tokens)) - sum(self.pool.holders(page) > 0 for page in cached)
+            if self._free_slots and missing <= self.pool.available:
+                return digests
             last = max(self.running, key=lambda s: s.rank, default=None)
             if last is None or last.rank <= stream.rank:
                 return None
@@ -310,8 +310,8 @@ class Scheduler:
                 most = min(most, self.switch - stream.length)
             guess = tuple(drafts(stream, most))[:most] if most > 0 and not stream.in_flight else ()
             if guess:
-                wanted = self.limits.pages_of(stream.computed + 1 + len(guess)) - len(stream.pages)
-                stream.pages += self.pool.take(max(0, wanted)) or []
+                missing = self.limits.pages_of(stream.computed + 1 + len(guess)) - len(stream.pages)
+                stream.pages += self.pool.take(max(0, missing)) or []
                 guesses[stream] = guess
         return guesses
 
@@ -336,9 +336,9 @@ class Scheduler:
 
     def _publish(self, stream: Stream) -> None:
         """Makes known the pages that are full of tokens whose values are known."""
-        known = min(stream.computed, len(stream.tokens))
-        self._digest(stream, known)
-        for page in range(stream.published, known // self.limits.page_size):
+        count = min(stream.computed, len(stream.tokens))
+        self._digest(stream, count)
+        for page in range(stream.published, count // self.limits.page_size):
             self.pool.publish(stream.pages[page], stream.digests[page])
             self.windows.publish(stream.spans, page, stream.digests[page])
             stream.published = page + 1

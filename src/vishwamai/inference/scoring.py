@@ -34,7 +34,7 @@ class Scorer:
     """Scores the tokens of prompts; any thread may call it.
 
     Args:
-      model: of the engine.
+      model: the engine's model.
       max_length: tokens of a prompt.
       optimization: keys of the kernels.
       split: the model lies on several devices, where prompts are not scored.

@@ -35,7 +35,7 @@ def lookup(tokens: Sequence[int], most: int, longest: int = 3, back: int = 2048)
     return []
 
 
-def accepted(guesses: Sequence[int], drawn: Sequence[int]) -> list[int]:
+def accepted(guesses: Sequence[int], sampled: Sequence[int]) -> list[int]:
     """The draws that count: those after right guesses, and the first that differs from its guess.
 
     >>> accepted([4, 5], [4, 7, 1])
@@ -44,6 +44,6 @@ def accepted(guesses: Sequence[int], drawn: Sequence[int]) -> list[int]:
     [4, 5, 1]
     """
     for i, guess in enumerate(guesses):
-        if drawn[i] != guess:
-            return list(drawn[: i + 1])
-    return list(drawn[: len(guesses) + 1])
+        if sampled[i] != guess:
+            return list(sampled[: i + 1])
+    return list(sampled[: len(guesses) + 1])

@@ -30,8 +30,10 @@ class Sent:
 
     def guesses(self, place: int) -> tuple[int, ...]:
         """What work number `place` guessed; waits for the device."""
-        known = self.works[place][0].drafts
-        return tuple(int(np.asarray(tokens)[place]) for tokens in self.guessed[: len(known)]) if self.guessed else known
+        drafts = self.works[place][0].drafts
+        return (
+            tuple(int(np.asarray(tokens)[place]) for tokens in self.guessed[: len(drafts)]) if self.guessed else drafts
+        )
 
 
 def send(
@@ -46,15 +48,15 @@ def send(
       admitted: sequences whose tokens the device does not have yet.
       works: parts of the step, each with the mask of its grammar.
       branches: the answers of the sequences.
-      programs: of the model.
+      programs: the model's programs.
     """
     for stream in admitted:
         assert stream.slot is not None
         programs.place(stream.slot, 0, stream.tokens)
     order = sorted(works, key=lambda work: -len(work.drafts))  # as `draft_step` takes them
     counts = [work.count for work in order]
-    wanted = sum(len(work.drafts) + 1 for work in order)
-    needed = StepShape(sum(counts), len(counts), wanted, max(counts))
+    logit_rows = sum(len(work.drafts) + 1 for work in order)
+    needed = StepShape(sum(counts), len(counts), logit_rows, max(counts))
     drafting = programs.draft is not None and bool(order[0].drafts)
     shape = programs.shape_for(needed, drafting)
     tables = programs.tables(shape)
@@ -90,15 +92,15 @@ def send(
     allowed = None
     if masks:
         allowed = np.full((shape.rows, -(-programs.vocab // 32)), -1, np.int32)
-        for at, mask in masks.items():
-            allowed[at] = mask
+        for index, mask in masks.items():
+            allowed[index] = mask
     proposals = ()
     if drafting:
         count = np.zeros(shape.sequences, np.int32)
         count[: len(order)] = [len(work.drafts) for work in order]
         proposals = programs.propose(shape, tables, firsts, count)
     sampled = programs.step(shape, tables, rows, allowed, proposals)
-    return Sent(tuple(rows_of), sampled, tuple(one.tokens for one in proposals))
+    return Sent(tuple(rows_of), sampled, tuple(proposal.tokens for proposal in proposals))
 
 
 def _set(rows: Rows, row: int, branch: Branch, position: int) -> None:
@@ -112,7 +114,7 @@ def _set(rows: Rows, row: int, branch: Branch, position: int) -> None:
     rows.seed[row], rows.choice[row] = branch.seed, branch.choice
 
 
-def logprobs_of(drawn: Sampled, row: int, count: int) -> TokenLogprobs:
+def logprobs_of(sampled: Sampled, row: int, count: int) -> TokenLogprobs:
     """The log probabilities of a row: the token's own, and those of the `count` most likely."""
-    top = zip(drawn.top_tokens[row, :count].tolist(), drawn.top_logprobs[row, :count].tolist())
-    return TokenLogprobs(int(drawn.tokens[row]), float(drawn.logprobs[row]), tuple(top))
+    top = zip(sampled.top_tokens[row, :count].tolist(), sampled.top_logprobs[row, :count].tolist())
+    return TokenLogprobs(int(sampled.tokens[row]), float(sampled.logprobs[row]), tuple(top))

@@ -23,7 +23,7 @@ class Thinking:
       words: int32 of a mask.
       lead: tokens that the answer begins with.
       budget: the most tokens of reasoning, before `end`; None: any number.
-      grammar: of the answer behind the reasoning (`guided.Grammar`), or None.
+      grammar: `guided.Grammar` of the answer after the reasoning, or None.
     """
 
     begin: tuple[int, ...]
@@ -51,9 +51,9 @@ class ThinkingMatcher:
         self._spend(0)
 
     @property
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         """Whether nothing can follow."""
-        return self._behind and not self._forced and self._matcher is not None and self._matcher.ended
+        return self._behind and not self._forced and self._matcher is not None and self._matcher.finished
 
     def mask(self) -> np.ndarray:
         """int32 `[ceil(vocab / 32)]`: the bits of the tokens that may follow."""

@@ -30,7 +30,7 @@ class WindowPages:
       rings: most pages that a sequence holds at once, by window (`vishwamai.models.pages.window_rings`).
       sequences: most sequences that hold pages at once.
       page_size: tokens of a page.
-      shared: as of `PagePool`.
+      shared: argument of `PagePool`.
 
     >>> windows = WindowPages({3: 3}, sequences=1, page_size=2)
     >>> spans = windows.share([])
@@ -46,18 +46,18 @@ class WindowPages:
 
     def usable(self, digests: Sequence[bytes]) -> int:
         """How many leading pages of a known prefix a sequence can go on after: most for which every window is known."""
-        found, runs = 0, dict.fromkeys(self.pools, 0)
+        longest, runs = 0, dict.fromkeys(self.pools, 0)
         for count, digest in enumerate(digests, 1):
             for window, pool in self.pools.items():
                 runs[window] = runs[window] + 1 if pool.knows(digest) else 0
             if all(run >= count - self._first(window, count * self.page_size) for window, run in runs.items()):
-                found = count
-        return found
+                longest = count
+        return longest
 
     def share(self, digests: Sequence[bytes]) -> dict[int, Span]:
         """What a sequence holds, by window, that goes on after a prefix of `usable` pages."""
         firsts = {window: self._first(window, len(digests) * self.page_size) for window in self.pools}
-        return {window: Span(at, self.pools[window].share(digests[at:])) for window, at in firsts.items()}
+        return {window: Span(first, self.pools[window].share(digests[first:])) for window, first in firsts.items()}
 
     def advance(self, spans: Mapping[int, Span], start: int, end: int) -> None:
         """Releases the pages that tokens from `start` on do not see, and takes those of tokens before `end`."""

@@ -24,19 +24,21 @@ def read_value(reader: Reader, state: State, last: bool) -> Move:
         if text[:1] not in ("{", "[", '"') or text[:1] == "":
             word = re.match(r"[\w.+-]*", text)
             assert word is not None
-            return _ended(form, state, text[word.end() :], (Event("arguments", "{}"),))
+            return end_move(form, state, text[word.end() :], (Event("arguments", "{}"),))
     place, complete = scan(text, state.place)
     if text[:1] == '"' and (state.quoted or state.place == Place()):
         if not complete:
             more = (dataclasses.replace(state, rest=text, quoted=True, place=place), ())
             return more if place != state.place else None
-        return _ended(form, state, text[place.at :], (Event("arguments", _decoded(text[: place.at])),))
-    sent = text[: place.at] if not last or complete else text
+        return end_move(form, state, text[place.offset :], (Event("arguments", _decoded(text[: place.offset])),))
+    sent = text[: place.offset] if not last or complete else text
     if complete:
-        return _ended(form, state, text[place.at :], (Event("arguments", sent),))
+        return end_move(form, state, text[place.offset :], (Event("arguments", sent),))
     if not sent:
         return None
-    return dataclasses.replace(state, rest=text[len(sent) :], place=place._replace(at=0)), (Event("arguments", sent),)
+    return dataclasses.replace(state, rest=text[len(sent) :], place=place._replace(offset=0)), (
+        Event("arguments", sent),
+    )
 
 
 def _decoded(text: str) -> str:
@@ -46,7 +48,7 @@ def _decoded(text: str) -> str:
         return text
 
 
-def _ended(form: Form, state: State, rest: str, events: Sequence[Event]) -> Move:
+def end_move(form: Form, state: State, rest: str, events: Sequence[Event]) -> Move:
     """Behind arguments."""
     if form.arguments != "object":
         return state.to("calls", rest, quoted=False), events
@@ -57,12 +59,12 @@ def read_tail(reader: Reader, state: State, last: bool) -> Move:
     """What an object has behind its arguments."""
     place, complete = scan(state.rest, state.place)
     if complete:
-        return state.to("calls", state.rest[place.at :]), ()
+        return state.to("calls", state.rest[place.offset :]), ()
     if last:
         return state.to("calls", ""), ()
-    if not place.at:
+    if not place.offset:
         return None
-    return dataclasses.replace(state, rest=state.rest[place.at :], place=place._replace(at=0)), ()
+    return dataclasses.replace(state, rest=state.rest[place.offset :], place=place._replace(offset=0)), ()
 
 
 def read_pairs(reader: Reader, state: State, last: bool) -> Move:
@@ -106,10 +108,10 @@ def read_pair(reader: Reader, state: State, last: bool) -> Move:
         if pad.startswith(text) and not last:
             return None
         text = text.removeprefix(pad)
-    at = text.find(end)
-    if at >= 0 or last:
-        value = text if at < 0 else text[:at].removesuffix(pad)
-        rest = "" if at < 0 else text[at + len(end) :]
+    position = text.find(end)
+    if position >= 0 or last:
+        value = text if position < 0 else text[:position].removesuffix(pad)
+        rest = "" if position < 0 else text[position + len(end) :]
         event = Event("arguments", _escaped(value) + '"' if state.quoted else _json_of(value))
         return state.to("pairs", rest, fresh=False), (event,)
     if not state.quoted:

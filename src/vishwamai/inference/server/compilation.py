@@ -43,9 +43,9 @@ class Compilation:
     """Compiles grammars for one model.
 
     Args:
-      tokenizer: of the model.
+      tokenizer: the model's tokenizer.
       vocab: tokens of the model.
-      end_tokens: those that end an answer.
+      end_tokens: ids that end an answer.
     """
 
     def __init__(self, tokenizer: Any, vocab: int, end_tokens: list[int]):
@@ -122,7 +122,7 @@ class _Trials:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, concurrent.futures.Future[dict[str, Any] | None]] = {}
-        self._ended: set[int] = set()
+        self._finished: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self.settings: Any = dict
 
@@ -139,8 +139,8 @@ class _Trials:
         """What a trial finds: the library's error or None, and the bytes; None where it exceeds a limit."""
         result: concurrent.futures.Future[dict[str, Any] | None] = concurrent.futures.Future()
         with self._lock:
-            if number in self._ended:
-                self._ended.discard(number)
+            if number in self._finished:
+                self._finished.discard(number)
                 return None
             process = self._started()
             self._waiting[number] = result
@@ -153,7 +153,7 @@ class _Trials:
             if number in self._waiting and self._process is not None:
                 self._send(self._process, {"id": number})
             else:
-                self._ended.add(number)
+                self._finished.add(number)
 
     def close(self) -> None:
         """Ends the process and all trials."""

@@ -31,8 +31,8 @@ def allocated() -> int:
     except AttributeError:
         return 0
     function.restype = _Malloc
-    found = function()
-    return found.uordblks + found.hblkhd
+    info = function()
+    return info.uordblks + info.hblkhd
 
 
 def address_space() -> int | None:

@@ -46,8 +46,12 @@ class LimitedProtocol(H11Protocol):
         """Begins to count the time."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            silent: Any = [one for one in self.connections if one is not self and not getattr(one, "busy", True)]
-            min(silent, key=lambda one: one._since, default=self).transport.abort()
+            silent: Any = [
+                connection
+                for connection in self.connections
+                if connection is not self and not getattr(connection, "busy", True)
+            ]
+            min(silent, key=lambda connection: connection._since, default=self).transport.abort()
         self._watch()
 
     def data_received(self, data: bytes) -> None:

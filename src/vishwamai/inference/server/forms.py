@@ -22,14 +22,14 @@ class Pairs:
         family says whether the value is a text.
       end: the mark behind a value.
       pad: around a value, and no part of it.
-      written: what comes before a value, with `{key}` and `{string}`, for grammars.
-      gap: what comes behind the end, for grammars.
+      template: text before a value, with `{key}` and `{string}`, for grammars.
+      gap: text behind the end, for grammars.
     """
 
     begin: str
     end: str
     pad: str = ""
-    written: str = ""
+    template: str = ""
     gap: str = ""
 
 
@@ -45,12 +45,12 @@ class Form:
         Python's keyword arguments; "braces": Gemma's objects with bare names; "harmony": OpenAI's channels.
       between: a regular expression of what may come before, between and behind calls.
       lead: characters that begin a call where nothing marks it.
-      pairs: of "pairs".
-      quotes: what texts are between, in "python" and "braces".
-      written: (before, after) the arguments of a call, for grammars; `{name}` is the function's. None: no grammar.
+      pairs: marks of "pairs".
+      quotes: delimiters of texts in "python" and "braces".
+      template: (before, after) the arguments of a call, for grammars; `{name}` is the function's. None: no grammar.
       wrap: (before, between, after) all calls of a section, for grammars.
       several: a section may have several calls.
-      ids: of calls, with `{name}` and `{index}`, where the model reads them again; "" for any.
+      ids: template of the calls' ids, with `{name}` and `{index}`, where the model reads them again; "" for any.
     """
 
     sections: tuple[tuple[str, str], ...]
@@ -60,7 +60,7 @@ class Form:
     lead: str = ""
     pairs: Pairs | None = None
     quotes: tuple[str, ...] = ('"',)
-    written: tuple[str, str] | None = None
+    template: tuple[str, str] | None = None
     wrap: tuple[str, str, str] = ("", "", "")
     several: bool = False
     ids: str = ""
@@ -68,7 +68,7 @@ class Form:
     @property
     def literals(self) -> str:
         """All that calls may consist of, for a search of marks."""
-        parts = [mark for section in self.sections for mark in section] + [*(self.written or ()), *self.quotes]
+        parts = [mark for section in self.sections for mark in section] + [*(self.template or ()), *self.quotes]
         pairs = [] if self.pairs is None else [self.pairs.begin.replace("\\", ""), self.pairs.end]
         return "\n".join([*parts, *pairs, self.header.replace("\\", ""), self.between.replace("\\", "")])
 
@@ -93,16 +93,16 @@ _LIST = r"[\s,\[\]]+"
 
 def _objects(begin: str, end: str = "", **options: Any) -> Form:
     """JSON objects with name and arguments, in a list or not."""
-    return Form(((begin, end),), _OBJECT, "object", **{"between": _LIST, "written": _WRITTEN, **options})
+    return Form(((begin, end),), _OBJECT, "object", **{"between": _LIST, "template": _WRITTEN, **options})
 
 
 def _invocations(begin: str, end: str, before: str, string: bool = False) -> Form:
     """`<invoke name="f"><parameter name="k">v</parameter></invoke>`."""
-    typed, written = (r' string="(?P<string>true|false)"', ' string="{string}"') if string else ("", "")
+    typed, string_mark = (r' string="(?P<string>true|false)"', ' string="{string}"') if string else ("", "")
     pairs = Pairs(
         rf'\s*<{before}parameter name="(?P<key>[^"]+)"{typed}>',
         f"</{before}parameter>",
-        written=f'<{before}parameter name="{{key}}"{written}>',
+        template=f'<{before}parameter name="{{key}}"{string_mark}>',
         gap="\n",
     )
     return Form(
@@ -111,7 +111,7 @@ def _invocations(begin: str, end: str, before: str, string: bool = False) -> For
         "pairs",
         rf"(?:\s|</{before}invoke>)+",
         pairs=pairs,
-        written=(f'<{before}invoke name="{{name}}">\n', f"</{before}invoke>\n"),
+        template=(f'<{before}invoke name="{{name}}">\n', f"</{before}invoke>\n"),
         wrap=("\n", "", ""),
         several=True,
     )
@@ -120,7 +120,7 @@ def _invocations(begin: str, end: str, before: str, string: bool = False) -> For
 def _functions(begin: str, end: str, pad: str = "\n") -> Form:
     """`<function=f><parameter=k>v</parameter></function>`."""
     pairs = Pairs(
-        r"\s*<parameter=(?P<key>[^>\n]+)>", "</parameter>", pad, written=f"<parameter={{key}}>{pad}", gap="\n"
+        r"\s*<parameter=(?P<key>[^>\n]+)>", "</parameter>", pad, template=f"<parameter={{key}}>{pad}", gap="\n"
     )
     return Form(
         ((begin, end),),
@@ -128,15 +128,15 @@ def _functions(begin: str, end: str, pad: str = "\n") -> Form:
         "pairs",
         r"(?:\s|</function>)+",
         pairs=pairs,
-        written=("<function={name}>\n", "</function>\n"),
+        template=("<function={name}>\n", "</function>\n"),
         wrap=("\n", "", ""),
     )
 
 
 def _deepseek(header: str, before: str, after: str, **options: Any) -> Form:
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    between, written = r"(?:\s|```|<｜tool▁call▁end｜>)+", (before, f"{after}<｜tool▁call▁end｜>")
-    return Form(((begin, end),), header, "json", between, written=written, several=True, **options)
+    between, texts = r"(?:\s|```|<｜tool▁call▁end｜>)+", (before, f"{after}<｜tool▁call▁end｜>")
+    return Form(((begin, end),), header, "json", between, template=texts, several=True, **options)
 
 
 FORMS: Mapping[str, Form] = {
@@ -147,7 +147,7 @@ FORMS: Mapping[str, Form] = {
         "object",
         r"(?:[\s;]|<\|python_end\|>)+",
         lead="{",
-        written=('{"name": "{name}", "parameters": ', "}"),
+        template=('{"name": "{name}", "parameters": ', "}"),
     ),
     "pythonic": Form(
         (("<|python_start|>", "<|python_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>"), ("", "")),
@@ -162,11 +162,11 @@ FORMS: Mapping[str, Form] = {
         (("[TOOL_CALLS]", ""),),
         rf"{_NAME}(?:\[CALL_ID\]\w+)?\[ARGS\]",
         "json",
-        written=("{name}[ARGS]", ""),
+        template=("{name}[ARGS]", ""),
     ),
     "qwen3_coder": _functions("<tool_call>", "</tool_call>"),
     "seed_oss": _functions("<seed:tool_call>", "</seed:tool_call>", ""),
-    "functionary": Form((("<function=", "</function>"),), rf"{_NAME}>", "json", written=("{name}>", "")),
+    "functionary": Form((("<function=", "</function>"),), rf"{_NAME}>", "json", template=("{name}>", "")),
     "deepseek_v3": _deepseek(
         rf"<｜tool▁call▁begin｜>\s*function\s*<｜tool▁sep｜>{_NAME}\s*```json\s*",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
@@ -177,7 +177,7 @@ FORMS: Mapping[str, Form] = {
     ),
     "deepseek_object": _objects(
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", between=r"(?:\s|<｜tool▁call▁(?:begin|end)｜>)+",
-        written=None,
+        template=None,
     ),
     "deepseek_v32": _invocations("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", string=True),
     "deepseek_v4": _invocations("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜", string=True),
@@ -188,17 +188,17 @@ FORMS: Mapping[str, Form] = {
         pairs=Pairs(
             r"\s*<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>",
             "</arg_value>",
-            written="<arg_key>{key}</arg_key>\n<arg_value>",
+            template="<arg_key>{key}</arg_key>\n<arg_value>",
             gap="\n",
         ),
-        written=("{name}\n", ""),
+        template=("{name}\n", ""),
     ),
     "kimi_k2": Form(
         (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
         rf"<\|tool_call_begin\|>\s*(?:functions\.)?{_NAME}(?::\d+)?\s*<\|tool_call_argument_begin\|>",
         "json",
         r"(?:\s|<\|tool_call_end\|>)+",
-        written=(
+        template=(
             "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
             "<|tool_call_end|>",
         ),
@@ -209,18 +209,18 @@ FORMS: Mapping[str, Form] = {
         (("<|channel|>", ""),),
         "<|channel|><|message|><|constrain|><|start|><|end|><|call|>",
         "harmony",
-        written=("commentary to=functions.{name} <|constrain|>json<|message|>", ""),
+        template=("commentary to=functions.{name} <|constrain|>json<|message|>", ""),
     ),
     "phi4_mini": Form(
         (("<|tool_call|>", "<|/tool_call|>"), ("functools", "")),
         _OBJECT,
         "object",
         _LIST,
-        written=_WRITTEN,
+        template=_WRITTEN,
         wrap=("[", ", ", "]"), several=True,
     ),
     "granite": _objects("<|tool_call|>", wrap=("[", ", ", "]"), several=True),
-    "cohere": _objects("<|START_ACTION|>", "<|END_ACTION|>", written=None),
+    "cohere": _objects("<|START_ACTION|>", "<|END_ACTION|>", template=None),
     "jamba": _objects("<tool_calls>", "</tool_calls>", wrap=("[", ", ", "]"), several=True),
     "gigachat": _objects("<|function_call|>"),
     "gemma4": Form(

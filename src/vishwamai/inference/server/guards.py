@@ -54,7 +54,7 @@ class Guards:
     """Declines requests of strangers and of pages; see the module.
 
     Args:
-      app: what serves the others.
+      app: application that serves the other requests.
       settings: `allowed_hosts`, `allowed_origins` and the limits of bodies.
     """
 

@@ -46,9 +46,9 @@ class Job:
     """A checked request.
 
     Attributes:
-      prompts, priority, deadline, keep_special: as the arguments of `Engine.stream`.
-      grammar: what the answer must match, and the same once it is `compiled`.
-      thinking: what holds for the reasoning before that.
+      prompts, priority, deadline, keep_special: arguments of `Engine.stream`.
+      grammar: grammar of the answer, and the same once it is `compiled`.
+      thinking: limits of the reasoning before that.
       barred: words that it must not have.
       options: None: no token is computed.
       reply: the form of the answer.
@@ -110,7 +110,7 @@ class Jobs:
 
     Args:
       engine: whose tokenizer and limits hold.
-      settings: of the server.
+      settings: the server's settings.
     """
 
     def __init__(self, engine: Engine, settings: Settings):
@@ -301,8 +301,8 @@ class Jobs:
     ) -> Job:
         with declined(None):
             options = body.sampling(self.settings.defaults, self.settings.max_new_tokens)
-        kept, best_of = options.n, getattr(body, "best_of", None) or options.n
-        if best_of > kept:
+        choices, best_of = options.n, getattr(body, "best_of", None) or options.n
+        if best_of > choices:
             options = dataclasses.replace(options, n=best_of, logprobs=options.logprobs or 0)
         computes = body.limit != 0
         if not computes and kind == "chat":
@@ -344,7 +344,7 @@ class Jobs:
             reasoning=not isinstance(body, schema.Chat) or body.include_reasoning is not False,
             single=isinstance(body, schema.Chat) and body.parallel_tool_calls is False,
             legacy=isinstance(body, schema.Chat) and not body.tools and bool(body.functions),
-            kept=kept,
+            best=choices,
             usage_each=body.continuous_usage if body.include_usage else None,
         )
         return Job(

@@ -17,7 +17,7 @@ _LETTERS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 class Place(NamedTuple):
     """Where a scan of a value is: the position, how many brackets are open, and the quote of a text."""
 
-    at: int = 0
+    offset: int = 0
     depth: int = 0
     quote: str = ""
 
@@ -36,28 +36,28 @@ def scan(text: str, place: Place, quotes: tuple[str, ...] = ('"',)) -> tuple[Pla
     """(the place up to which a value is read, whether it ends there); the brackets that are open at `place` count.
 
     >>> scan('{"a": "}"} b', Place())
-    (Place(at=10, depth=0, quote=''), True)
+    (Place(offset=10, depth=0, quote=''), True)
     """
-    at, depth, quote = place
+    position, depth, quote = place
     while True:
         if quote:
-            mark = _ends(quote).search(text, at)
+            mark = _ends(quote).search(text, position)
             if mark is None:
                 # Keep what may be the first character of an escape, or a part of a longer quote.
-                keep = len(quote) - 1 if len(quote) > 1 else len(text[at:]) - len(text[at:].rstrip("\\"))
-                return Place(max(at, len(text) - keep), depth, quote), False
-            at = mark.end()
+                keep = len(quote) - 1 if len(quote) > 1 else len(text[position:]) - len(text[position:].rstrip("\\"))
+                return Place(max(position, len(text) - keep), depth, quote), False
+            position = mark.end()
             if mark[0] != quote:
                 continue
             quote = ""
             if depth == 0:
-                return Place(at), True
+                return Place(position), True
             continue
-        mark = _marks(quotes).search(text, at)
+        mark = _marks(quotes).search(text, position)
         if mark is None:
             longest = max(map(len, quotes)) - 1
-            return Place(max(at, len(text) - longest), depth), False
-        at = mark.end()
+            return Place(max(position, len(text) - longest), depth), False
+        position = mark.end()
         if mark[0] in quotes:
             quote = mark[0]
         elif mark[0] in "[({":
@@ -65,7 +65,7 @@ def scan(text: str, place: Place, quotes: tuple[str, ...] = ('"',)) -> tuple[Pla
         else:
             depth -= 1
             if depth <= 0:
-                return Place(at), True
+                return Place(position), True
 
 
 def as_json(text: str, quotes: Sequence[str]) -> str | None:
@@ -92,24 +92,24 @@ def _tokens(text: str, quotes: Sequence[str]) -> list[str]:
       ValueError: a character that no token begins with, or a text without its end.
     """
     tokens: list[str] = []
-    at, bare = 0, ""  # the last token, where it is a word without quotes
-    while at < len(text):
-        quote = next((quote for quote in quotes if text.startswith(quote, at)), None)
+    position, bare = 0, ""  # the last token, where it is a word without quotes
+    while position < len(text):
+        quote = next((quote for quote in quotes if text.startswith(quote, position)), None)
         if quote is not None:
-            begin = at + len(quote)
+            begin = position + len(quote)
             while (end := _ends(quote).search(text, begin)) is not None and end[0] != quote:
                 begin = end.end()
             if end is None:
                 raise ValueError("a text without its end")
-            content = text[at + len(quote) : end.start()]
+            content = text[position + len(quote) : end.start()]
             content = _ESCAPE.sub(_unescaped, content) if len(quote) == 1 else content
             tokens.append(json.dumps(content, ensure_ascii=False))
-            at, bare = end.end(), ""
+            position, bare = end.end(), ""
             continue
-        plain = _PLAIN.match(text, at)
+        plain = _PLAIN.match(text, position)
         if plain is None:
             raise ValueError("no value")
-        at, token = plain.end(), plain[0]
+        position, token = plain.end(), plain[0]
         if token.isspace():
             continue
         if token in (":", "="):

@@ -110,7 +110,7 @@ class Places:
         """The log probabilities of the next tokens.
 
         Args:
-          entries: of the tokens.
+          entries: entries of the tokens.
           first: a token before them, which has none: the first of a prompt.
         """
         if not entries and first is None:

@@ -89,9 +89,9 @@ def _text(reader: Reader, state: State, last: bool) -> Move:
 def _until(state: State, marks: tuple[str, ...], last: bool) -> tuple[str, str | None, str]:
     """(text that is certain, the mark behind it, the rest); blanks before a mark are no part of the text."""
     text = state.rest.lstrip() if state.fresh else state.rest
-    at, mark = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(-1, None))
+    position, mark = min(((position, mark) for mark in marks if (position := text.find(mark)) >= 0), default=(-1, None))
     if mark is not None:
-        return text[:at].rstrip(), mark, text[at + len(mark) :]
+        return text[:position].rstrip(), mark, text[position + len(mark) :]
     if last or not marks:
         return text, None, ""
     keep = max(may_begin(text, mark) for mark in marks)
@@ -119,13 +119,13 @@ def _calls(reader: Reader, state: State, last: bool) -> Move:
     is_value = form.arguments == "object" and text[:1] == "{"
     if is_value or (header is not None and form.arguments in ("python", "braces")):
         skipped = len(state.rest) - len(text)
-        place = state.place._replace(at=max(state.place.at - skipped, begins))
+        place = state.place._replace(offset=max(state.place.offset - skipped, begins))
         place, complete = scan(text, place, form.quotes)
-        call = _buffered(reader, form, state, text[: place.at], begins, header) if complete else None
+        call = _buffered(reader, form, state, text[: place.offset], begins, header) if complete else None
         if call is not None:
-            return state.to("calls", text[place.at :], calls=state.calls + 1), call
+            return state.to("calls", text[place.offset :], calls=state.calls + 1), call
         if not complete and not last:
-            changed = dataclasses.replace(state, place=place._replace(at=place.at + skipped))
+            changed = dataclasses.replace(state, place=place._replace(offset=place.offset + skipped))
             return None if changed == state else (changed, ())
     elif not last and _may_be_call(form, state, text):
         return None

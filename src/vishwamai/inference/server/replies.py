@@ -64,11 +64,12 @@ class Reply:
     """What all objects of one answer share.
 
     Attributes:
-      kind: of the request.
+      kind: the request's kind.
       model: its name.
       pieces: texts of tokens, for log probabilities.
-      prompts: of the request.
-      n: answers to each prompt, and how many of them are `kept`: the most likely ones, by their tokens' mean.
+      prompts: the request's prompts.
+      n: answers to each prompt, and how many of them are in the answer (`best`): the most likely ones, by their tokens'
+        mean.
       token_ids: choices carry their token ids, an extension.
       logprobs: choices carry log probabilities, those of an echoed prompt too.
       prompt_logprobs: choices carry those of their prompt, an extension.
@@ -84,7 +85,7 @@ class Reply:
     pieces: Pieces
     prompts: tuple[Prompt, ...]
     n: int = 1
-    kept: int | None = None
+    best: int | None = None
     token_ids: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
@@ -115,15 +116,15 @@ class Reply:
             shared["usage"] = usage.value if usage is not None and self.usage_each else None
         return shared
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The answer that is sent at once."""
         usage = self.usage()
         by_choice: list[list[Delta]] = [[] for _ in range(self.choices)]
         for delta in deltas:
             usage.add(delta)
             by_choice[delta.choice].append(delta)
-        if self.kept is not None and self.kept < self.n:
-            return dataclasses.replace(self, n=self.kept, kept=None)._best(by_choice, usage, self.n)
+        if self.best is not None and self.best < self.n:
+            return dataclasses.replace(self, n=self.best, best=None)._best(by_choice, usage, self.n)
         return self._object(by_choice, usage)
 
     def _best(self, by_choice: list[list[Delta]], usage: Usage, n: int) -> dict[str, Any]:

@@ -23,8 +23,8 @@ class Record:
 
     Attributes:
       id: the client's `X-Request-Id`, or a random one.
-      method, path: of the request.
-      status: of the answer; 499 where the client left before it.
+      method, path: the request's method and path.
+      status: the answer's status code; 499 where the client left before it.
       prompt_tokens, new_tokens: computed for it.
       error: the text of an answer that is an error.
     """

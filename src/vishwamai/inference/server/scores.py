@@ -155,7 +155,7 @@ class Scores:
         embed = self._vectors.embed
         assert embed is not None
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        found, tokens = embed(texts, body.truncate_prompt_tokens)
-        found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+        vectors, tokens = embed(texts, body.truncate_prompt_tokens)
+        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         place = {text: i for i, text in enumerate(texts)}
-        return np.asarray([found[place[a]] @ found[place[b]] for a, b in pairs]), tokens
+        return np.asarray([vectors[place[a]] @ vectors[place[b]] for a, b in pairs]), tokens

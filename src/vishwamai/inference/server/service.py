@@ -34,7 +34,7 @@ class Service:
     Args:
       engine: whose loop runs.
       settings: limits and names.
-      metrics: what is counted.
+      metrics: counters of the service.
     """
 
     def __init__(self, engine: Engine, settings: Settings, metrics: Metrics):
@@ -101,7 +101,7 @@ class Service:
         if parts is None:
             return Response(status_code=499)  # nobody reads it
         # Log probabilities of long answers take their time, which the event loop has not.
-        text = await run_in_threadpool(lambda: _json(job.reply.whole(parts)))
+        text = await run_in_threadpool(lambda: _json(job.reply.body(parts)))
         return Response(text, media_type="application/json")
 
     def _scored(self, job: Job) -> Job:
@@ -150,13 +150,13 @@ class Service:
     async def _events(self, job: Job, deltas: AsyncGenerator[Delta, None]) -> AsyncIterator[str]:
         reply, usage = job.reply, job.reply.usage()
         places = {i: reply.places(i) for i in range(reply.choices)}
-        begun: set[int] = set()
+        started: set[int] = set()
         turns = [reply.turn() for _ in range(reply.choices)]
         try:
             async for delta in deltas:
                 usage.add(delta)
-                if delta.choice not in begun:
-                    begun.add(delta.choice)
+                if delta.choice not in started:
+                    started.add(delta.choice)
                     first = reply.first_chunk(delta.choice, places[delta.choice], usage)
                     if first is not None:
                         yield _event(first)

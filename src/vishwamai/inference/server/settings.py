@@ -11,19 +11,19 @@ class Settings:
     """Limits and names of a server.
 
     Args:
-      name: what clients call the model.
+      name: the model's name for clients.
       aliases: further names of the model.
       keys: API keys; none: no key is asked for.
       max_queue: answers that may wait; beyond it a request is declined (429).
       max_body: bytes of a request's body.
-      max_new_tokens: of an answer; None: as many as a sequence has room for.
+      max_new_tokens: tokens of an answer; None: as many as a sequence has room for.
       defaults: options of sampling where a request has none.
-      encoder: what clients call the encoder of /v1/embeddings; None: as the model.
+      encoder: the name of the encoder of /v1/embeddings for clients; None: the model's.
       decline_unknown_keys: decline requests with keys that no interface documents, in place of a line in the log.
       allowed_hosts: names of the server in the Host header; none: any (`guards.hosts_of`).
       allowed_origins: pages of other servers that may send requests, such as "https://chat.example".
-      body_seconds: from the headers of a request to the end of its body.
-      max_bytes: of all bodies that arrive at once.
+      body_seconds: time from the headers of a request to the end of its body.
+      max_bytes: size of all bodies that arrive at once.
       max_entries: log probabilities that an answer may have.
       tool_parser: how calls are read, a name of `forms.FORMS`, or "none"; None: by the chat template.
       reasoning_parser: how reasoning is read, a name of `forms.THINKING`, or "none"; None: by the chat template.

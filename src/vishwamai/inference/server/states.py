@@ -25,7 +25,7 @@ class Reader:
     """How an answer is read.
 
     Attributes:
-      form: of calls, a name of `forms.FORMS`; None: calls are content.
+      form: format of calls, a name of `forms.FORMS`; None: calls are content.
       thinking: the marks of reasoning, a name of `forms.THINKING`; None: reasoning is content.
       inside: the answer begins inside of reasoning.
       tools: the schemas of the arguments of the functions that may be called, by name.
@@ -73,14 +73,14 @@ class State:
     """Where the reading of an answer is.
 
     Attributes:
-      mode: what is read next.
+      mode: kind of text that is read next.
       rest: text that is not read yet.
-      mark: what began the section of calls.
+      mark: text that began the section of calls.
       end: the mark of the section's end.
-      calls: of the section.
-      name: of the function that is called, or of the channel.
+      calls: number of calls of the section.
+      name: the called function's or the channel's name.
       keys: arguments so far.
-      place: in a value.
+      place: position in a value.
       quoted: the value is a text, sent on as it comes.
       fresh: no text came yet of what is read; blanks before it are dropped.
     """

@@ -40,7 +40,7 @@ class Tokens:
     """Texts to token ids, and back.
 
     Args:
-      service: of the model whose tokenizer it is.
+      service: service of the model whose tokenizer it is.
     """
 
     def __init__(self, service: Service):

@@ -24,7 +24,7 @@ def grammar(
     """The grammar of an answer with calls: kind and source of `guided.Vocabulary.grammar`.
 
     Args:
-      name: of the form, of `forms.FORMS`.
+      name: key of the form in `forms.FORMS`.
       tools: functions that may be called: `name`, `parameters`, `strict`.
       added: ids of the tokens that are a text of their own, by text; a mark among them is written as that token, which
         no other text matches.
@@ -36,7 +36,7 @@ def grammar(
       UnsupportedError: the form has no grammar.
     """
     form = FORMS[name]
-    if form.written is None:
+    if form.template is None:
         raise UnsupportedError(
             f"calls in the form {name!r} have no grammar, so they cannot be forced or strict; leave `tool_choice` and "
             "`strict` out."
@@ -75,10 +75,10 @@ def grammar(
 
 def _call_rules(i: int, form: Form, tool: Mapping[str, Any], added: Mapping[str, int], forced: bool) -> list[str]:
     """The rules of a call of one tool. Its schema is a grammar of its own, for its references count from its root."""
-    assert form.written is not None
+    assert form.template is not None
     quoted = form.arguments == "object"
     name = json.dumps(tool["name"])[1:-1] if quoted else tool["name"]
-    before, after = (_literal(part.replace("{name}", name), added) for part in form.written)
+    before, after = (_literal(part.replace("{name}", name), added) for part in form.template)
     schema = (tool.get("parameters") if forced or tool.get("strict") else None) or {"type": "object"}
     head = f"object{i}: {before} arguments{i} {after}"
     if form.pairs is not None:
@@ -105,7 +105,7 @@ def _pair_rules(i: int, form: Form, schema: Mapping[str, Any], added: Mapping[st
     parts, rules = [], []
     for j, (key, value) in enumerate(properties.items()):
         texts = is_text(schema, key)
-        before = pairs.written.replace("{key}", key).replace("{string}", "true" if texts else "false")
+        before = pairs.template.replace("{key}", key).replace("{string}", "true" if texts else "false")
         parts.append(f"pair{i}_{j}" + ("" if key in required else "?"))
         end = pairs.pad + pairs.end
         if texts and isinstance(value.get("enum"), list):
@@ -160,9 +160,10 @@ def in_messages(
     """Messages that offer tools, and have earlier calls and their results, as texts in the form of Hermes.
 
     Args:
-      messages: as clients send them.
+      messages: the client's messages.
       tools: the values of `tools`.
-      role: of the message that offers them, the first of its kind: "system", or "user" for a template that has none.
+      role: role of the message that offers them, the first of its kind: "system", or "user" for a template that has
+        none.
 
     >>> chat = in_messages([{"role": "user", "content": "2 + 2?"}], [{"type": "function", "function": {"name": "add"}}])
     >>> [message["role"] for message in chat], '"name": "add"' in chat[0]["content"]
@@ -177,7 +178,7 @@ def in_messages(
             else:
                 chat.append({"role": "user", "content": text, "results": True})
             continue
-        calls = [_written(call) for call in message.get("tool_calls") or ()]
+        calls = [call_text(call) for call in message.get("tool_calls") or ()]
         if calls:
             text = "\n".join(filter(None, [_text(message), *calls]))
             message = {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
@@ -185,11 +186,11 @@ def in_messages(
     for message in chat:
         message.pop("results", None)
     offer = _OFFER.format(signatures="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    at = next((i for i, message in enumerate(chat) if message["role"] == role), None)
-    if at is None or (role == "system" and at > 0):
+    index = next((i for i, message in enumerate(chat) if message["role"] == role), None)
+    if index is None or (role == "system" and index > 0):
         return [{"role": role, "content": offer}, *chat]
-    texts = [_text(chat[at]), offer]
-    chat[at]["content"] = "\n\n".join(texts if role == "system" else texts[::-1])
+    texts = [_text(chat[index]), offer]
+    chat[index]["content"] = "\n\n".join(texts if role == "system" else texts[::-1])
     return chat
 
 
@@ -207,7 +208,7 @@ def _text(message: Mapping[str, Any]) -> str:
     return "\n".join(texts)
 
 
-def _written(call: Any) -> str:
+def call_text(call: Any) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     value = dict(function) if isinstance(function, dict) else {}
     if isinstance(value.get("arguments"), str):
