@@ -192,7 +192,7 @@ def test_resume_needs_the_same_run(small_norm, monkeypatch, capsys, tmp_path):
     path.write_text(json.dumps({**saved, "selection": "all", "versions": {}}))
     capsys.readouterr()
     assert main(command) == 2
-    assert "of another run, with other selection and versions" in capsys.readouterr().err
+    assert "was measured with other selection and versions" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -476,7 +476,7 @@ def test_what_the_controller_cannot_use(arguments, keys, words):
         (["jax.numpy:sin", "--target", "v5e", "--price", "-1"], "--price is -1.0"),
         (["examples/train_stdlib.yaml", "--target", "h100"], "is a GPU"),
         (["examples/train_stdlib.yaml", "--target", "v5e:3x3"], "no slice of 3x3"),
-        (["nothing", "--target", "v5e"], "'nothing' is no CONFIG"),
+        (["nothing", "--target", "v5e"], "'nothing' is not a CONFIG"),
         (["nothing.yaml", "--target", "v5e"], "cannot be read"),
         (["jax.numpy:sin", "--target", "v5e", "--search"], "--search is for training"),
         (["jax.numpy:sin", "steps=3", "--target", "v5e"], "'steps=3' changes a training configuration"),

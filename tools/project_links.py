@@ -47,7 +47,7 @@ def repository(project: Path, folder: str) -> str | None:
     """The address of the repository that holds a project in its `folder`; None where nothing says it.
 
     Raises:
-      ValueError: VISHWAMAI_REPOSITORY is no address.
+      ValueError: VISHWAMAI_REPOSITORY is not an address.
     """
     named = os.environ.get("VISHWAMAI_REPOSITORY")
     if named is not None:

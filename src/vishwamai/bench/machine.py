@@ -55,7 +55,7 @@ class Usage:
         self._start = _cpu_seconds()
 
     def others(self) -> float | None:
-        """How many cores, on average; None where the system does not say (it is no Linux)."""
+        """How many cores, on average; None where the system does not say (it is not a Linux)."""
         if self._start is None:
             return None
         now = _cpu_seconds()

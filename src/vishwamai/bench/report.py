@@ -190,7 +190,7 @@ def read_json(path: Path) -> Earlier:
     """Reads what `write_json` wrote.
 
     Raises:
-      KernelError: it is no report of this version.
+      KernelError: it is not a report of this version.
     """
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
@@ -207,7 +207,7 @@ def read_json(path: Path) -> Earlier:
             MachinePeaks(peaks["flops"], peaks["bandwidth"], peaks["how"], cached),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise KernelError(f"{path} is no report to go on with: {type(error).__name__}: {error}") from error
+        raise KernelError(f"{path} is not a report to go on with: {type(error).__name__}: {error}") from error
 
 
 def _measurement(saved: dict[str, Any]) -> CaseMeasurement:

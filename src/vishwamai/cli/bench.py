@@ -109,8 +109,8 @@ def _earlier(arguments: argparse.Namespace, selection: str, versions: Any, cpu: 
     changed = [name for name in mine if mine[name] != theirs[name]]
     if changed:
         raise CommandError(
-            f"--resume: {arguments.json} is of another run, with other {' and '.join(changed)}; leave --resume out to "
-            "begin anew."
+            f"--resume: {arguments.json} was measured with other {' and '.join(changed)}; leave --resume out to "
+            "start again."
         )
     return earlier
 

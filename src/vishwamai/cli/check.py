@@ -70,8 +70,8 @@ def _explain(call: function.BoundCall, target: str) -> None:
 
 
 def _check_apart(arguments: argparse.Namespace, target: str) -> int:
-    """Checks in a process of its own, which libtpu may end: a failed check of its C++ code is no exception. What C++
-    code prints, stack traces among it, is left out.
+    """Checks in a process of its own, which libtpu may end: a failed check of its C++ code is not an exception. What
+    C++ code prints, stack traces among it, is left out.
     """
     options = [] if arguments.args is None else ["--args", arguments.args]
     with tempfile.TemporaryFile("w+") as words:

@@ -202,7 +202,7 @@ def _is_dynamic(value: Any) -> bool:
 
 
 def _bind(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
-    """Binds what is no array into the function, unless it is jitted: then its own `static_argnames` decide."""
+    """Binds what is not an array into the function, unless it is jitted: then its own `static_argnames` decide."""
     if hasattr(function, "lower"):
         return BoundCall(name, function, args, kwargs)
     static = {key: value for key, value in kwargs.items() if not _is_dynamic(value)}

@@ -111,8 +111,8 @@ def _kind(arguments: argparse.Namespace) -> str:
         kind = "function"
     else:
         raise CommandError(
-            f"{text!r} is no CONFIG: pass a training configuration (.yaml), a directory with config.json, ORG/NAME of "
-            "the Hub, or MODULE:FUNCTION."
+            f"{text!r} is not a CONFIG: pass a training configuration (.yaml), a directory with config.json, ORG/NAME "
+            "of the Hub, or MODULE:FUNCTION."
         )
     if arguments.overrides and kind != "training":
         raise CommandError(f"{arguments.overrides[0]!r} changes a training configuration, but {text} is another thing.")

@@ -273,7 +273,7 @@ class CachedFile:
     used: float
 
     def remove(self) -> None:
-        """Removes it; what another process removed before is no error.
+        """Removes it; what another process removed before is not an error.
 
         Raises:
           OSError: it cannot be removed.

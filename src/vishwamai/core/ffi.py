@@ -57,7 +57,7 @@ def _module() -> ModuleType:
 
 
 def _check_threads() -> None:
-    """Raises if `VISHWAMAI_CPU_THREADS`, which the module reads, is no number of threads."""
+    """Raises if `VISHWAMAI_CPU_THREADS`, which the module reads, is not a number of threads."""
     text = os.environ.get("VISHWAMAI_CPU_THREADS", "")
     if text and not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 20):
         raise ConfigError(

@@ -23,5 +23,5 @@ def give_back() -> None:
 def _malloc_trim() -> Callable[[int], int] | None:
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # no glibc; on Windows None is no library
+    except (AttributeError, OSError, TypeError):  # no glibc; on Windows None is not a library
         return None

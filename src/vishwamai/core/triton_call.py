@@ -27,8 +27,8 @@ from vishwamai.core.triton_launch import POINTERS, KernelParameters, Launch, arc
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ConstantTable:
-    """A constant array among a primitive's parameters, where it is no operand that partitioning would have to place;
-    itself alone is equal to it.
+    """A constant array among a primitive's parameters, where it is not an operand that partitioning would have to
+    place; itself alone is equal to it.
     """
 
     values: np.ndarray

@@ -102,7 +102,7 @@ class KernelParameters:
 
     Attributes:
       entries: name of every parameter, the type of its named tuple or None, and the names of its fields (itself
-        where it is no tuple).
+        where it is not a tuple).
       names: all those names of fields.
     """
 

@@ -1,4 +1,4 @@
-"""Compiled programs that are kept by what their tracing reads, so that the next start does not trace them.
+"""Compiled programs cached by trace inputs, so that the next start does not trace them.
 
 JAX's compilation cache knows a program by its lowered form, and tracing and lowering take longer than reading what was
 compiled. Here a program is known by everything that decides what is traced and compiled: the function with its static

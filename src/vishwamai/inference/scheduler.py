@@ -242,9 +242,10 @@ class Scheduler:
         return True
 
     def _admit(self, budget: int, counts: dict[Stream, int], preempted: list[Stream]) -> list[Stream]:
-        """Lets those in front of the queue run for whose known tokens there is memory; a later rank that runs makes
-        room. The queue is not overtaken, or a long prompt would wait for ever; but those pass that wait for a leader or
-        are blocked.
+        """Admits requests in rank order while pages allow; a running request of a later rank makes room.
+
+        No request overtakes another, or a long prompt would wait for ever; only requests that wait for a leader or are
+        blocked are passed over.
         """
         admitted: list[Stream] = []
         while (stream := self._first_in_queue()) is not None and not stream.in_flight:

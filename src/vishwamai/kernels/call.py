@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class StaticCall:
-    """The static side of one call: the arguments' structure with every value that is no array."""
+    """The static side of one call: the arguments' structure with every value that is not an array."""
 
     treedef: Any
     static: tuple[Any, ...]  # one entry per leaf; `ARRAY` where an array stands

@@ -308,7 +308,7 @@ def decorator(
     if platform not in _JAX_PLATFORMS:
         raise KernelError(f"kernel decorator: `platform` is {platform!r}; pass one of {', '.join(_JAX_PLATFORMS)}.")
     if function is not None and not callable(function):
-        raise KernelError(f"{platform}_kernel: {function!r} is no function; pass options by name.")
+        raise KernelError(f"{platform}_kernel: {function!r} is not a function; pass options by name.")
     if config is not None and not isinstance(config, KernelConfig):
         raise KernelError(f"{platform}_kernel: `config` is a {type(config).__name__}; pass a KernelConfig.")
     if function is None:
@@ -325,8 +325,8 @@ def tpu_kernel(
     `Kernel`.
 
     Raises:
-      KernelError: a keyword is no field of `KernelConfig` or its value is not legal (`use_fp16`, `use_tensor_cores`: a
-        TPU has neither).
+      KernelError: a keyword is not a field of `KernelConfig` or its value is not legal (`use_fp16`, `use_tensor_cores`:
+        a TPU has neither).
 
     >>> import jax.numpy as jnp, vishwamai
     >>> @tpu_kernel(use_bfloat16=True)

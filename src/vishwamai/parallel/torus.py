@@ -114,7 +114,7 @@ def _is_boxes(grid: np.ndarray, spaced: bool = False) -> bool:
 
 def along_sides(grid: np.ndarray) -> list[np.ndarray]:
     """The same devices in the same shape, taken along the sides of their slice in every order of the sides; none where
-    they are no TPUs or do not fill a box.
+    they are not TPUs or do not fill a box.
     """
     devices = grid.reshape(-1).tolist()
     places = [place(device) for device in devices]

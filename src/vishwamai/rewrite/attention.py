@@ -127,14 +127,14 @@ def _before(graph: Graph, softmax: Softmax) -> tuple[list[tuple[Any, ...]], Jaxp
             if name in ("add", "sub"):
                 steps.append(("bias", *operand, 1.0 if name == "add" else -1.0))
             elif not number or not math.isfinite(number):
-                raise NoMatch("the logits are scaled by a value that is no constant of the program, or by 0")
+                raise NoMatch("the logits are scaled by a value that is not a constant of the program, or by 0")
             else:
                 steps.append(("scale", number if name == "mul" else 1 / number))
         elif name == "select_n" and len(eqn.invars) == 3:
             main = 1 if graph.number(eqn.invars[2]) is not None else 2
             fill = graph.number(eqn.invars[3 - main])
             if fill is None:
-                raise NoMatch("a mask puts values that are no constant in place of the logits")
+                raise NoMatch("a mask puts values that are not constant in place of the logits")
             steps.append(("mask", *sides[0], main == 2, fill))
         else:
             raise NoMatch(f"`{name}` is between the product of queries and keys and the softmax")

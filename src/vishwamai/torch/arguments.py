@@ -33,7 +33,7 @@ def checks_its_own(*names: str) -> Callable[[F], F]:
 
 
 def check_tensors(function: str, name: str, pair: Any) -> None:
-    """Checks that a pair, an argument that `function` calls `name`, holds tensors; what is no pair is not looked at.
+    """Checks that a pair, an argument that `function` calls `name`, holds tensors; what is not a pair is not looked at.
 
     Raises:
       ShapeError: an entry is something else.

@@ -37,7 +37,7 @@ def einsum(
     precision: str | None = None,
 ) -> Tensor:
     """The sum of products that `equation` names, with every contraction of two operands over `gemm`; see
-    `vishwamai.einsum`, whose plan this is. What is no product goes to `torch.einsum`.
+    `vishwamai.einsum`, whose plan this is. What is not a product goes to `torch.einsum`.
 
     >>> import torch
     >>> q, k = torch.ones(2, 4, 3, 8), torch.ones(2, 4, 5, 8)

@@ -58,7 +58,7 @@ def pack_weight(weight: Tensor, *, transpose: bool = False, isa: str | None = No
     """Packs a weight once, for `gemm(x, packed)` on the CPU; see `vishwamai.pack_weight`.
 
     Raises:
-      ShapeError: the weight is no matrix, its dtype is none that can be packed, or `isa` is unknown.
+      ShapeError: the weight is not a matrix, its dtype is none that can be packed, or `isa` is unknown.
       UnsupportedError: the weight is on a GPU, whose kernels read it as it is.
 
     >>> weight = pack_weight(torch.tensor([[3.0], [-4.0]]), isa="generic")

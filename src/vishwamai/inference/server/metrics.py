@@ -53,7 +53,7 @@ class Metrics:
             "new_tokens": ("tokens of answers", statistics.new_tokens),
             "guesses": ("tokens guessed", statistics.guesses),
             "guesses_accepted": ("guesses that were right", statistics.guesses_accepted),
-            "preemptions": ("answers that gave their pages up and began again", statistics.preemptions),
+            "preemptions": ("preempted requests", statistics.preemptions),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"vishwamai_{name}", text, value)

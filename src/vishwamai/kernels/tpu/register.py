@@ -317,7 +317,9 @@ def _register(name: str, implementations: Mapping[str, Callable[..., Any]], **ke
             "default."
         )
     if not name.isidentifier():
-        raise KernelError(f"register_tpu_op: the name {name!r} is no identifier; use letters, digits and underscores.")
+        raise KernelError(
+            f"register_tpu_op: the name {name!r} is not an identifier; use letters, digits and underscores."
+        )
     operation = OPERATIONS[name] = RegisteredOp(name, implementations, **keywords)
     return operation
 

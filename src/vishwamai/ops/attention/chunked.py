@@ -132,8 +132,8 @@ def backward(
 ) -> Operands:
     """The blocked backward pass: every block of probabilities is computed once more, and once only."""
     acc, logsumexp, (dout, dlse) = spec.accumulator, residuals, cotangents
-    # With o = p v / l, dS = p * (dP - delta): delta is what the softmax's normalization takes back, less the
-    # logsumexp's own cotangent.
+    # With o = p v / l, dS = p * (dP - delta): delta = rowsum(dO * O), the gradient of the softmax's
+    # normalization, less the logsumexp's cotangent.
     delta = jnp.sum(dout.astype(acc) * outputs.out.astype(acc), axis=-1)
     if dlse is not None:
         delta = delta - jnp.where(logsumexp == -jnp.inf, 0.0, dlse)

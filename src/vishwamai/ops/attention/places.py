@@ -89,7 +89,7 @@ def lengths(function: str, name: str, x: Any, batch: int, most: int) -> Any:
 
 
 def check_bound_shape(function: str, name: str, shape: tuple[int, ...], batch: int) -> None:
-    """Raises ShapeError where an array of such a shape is no number of keys for each batch element."""
+    """Raises ShapeError where an array of such a shape is not a number of keys for each batch element."""
     if shape not in ((), (1,), (batch,)):
         _fail(
             function,

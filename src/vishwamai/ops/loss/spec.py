@@ -208,7 +208,7 @@ def check_class_weights(weights: Any, floating: bool, vocab: int, label_smoothin
     """Checks the class weights, an array of any framework, which is `floating` or not.
 
     Raises:
-      ShapeError: they are no floating-point array with one for each entry of the vocab.
+      ShapeError: they are not a floating-point array with one for each entry of the vocab.
       UnsupportedError: they come with label smoothing, whose target would need a sum of weighted logits; or with
         labels that are probabilities.
     """

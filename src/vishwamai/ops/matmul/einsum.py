@@ -69,7 +69,7 @@ def einsum(
       The sum; it is differentiable through gemm's own gradient.
 
     Raises:
-      ShapeError: the equation cannot be read, or does not fit the operands; or `optimize` is no name that opt_einsum
+      ShapeError: the equation cannot be read, or does not fit the operands; or `optimize` is not a name that opt_einsum
         knows, or no path from these operands to one result.
       UnsupportedError: the implementation asked for cannot serve one of the products.
 
@@ -117,7 +117,7 @@ def contract(
     """The result of the contractions that `plan_steps` gives, on arrays of any framework.
 
     Args:
-      plain: the framework's own einsum, for what is no product.
+      plain: the framework's own einsum, for what is not a product.
       product: `gemm` of two arrays with `transpose_a` and `transpose_b`.
       permute: `(array, axes) -> array`.
       run: `(contraction, subscripts, factors) -> array`, calls one contraction.

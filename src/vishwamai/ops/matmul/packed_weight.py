@@ -155,7 +155,7 @@ def pack_weight(
         are float32's. Use it where rows have outliers that int8 loses.
 
     Raises:
-      ShapeError: the weight is no matrix, its dtype is not one of those, an option is unknown or does not fit.
+      ShapeError: the weight is not a matrix, its dtype is not one of those, an option is unknown or does not fit.
 
     >>> import jax.numpy as jnp
     >>> weight = jnp.arange(6.0).reshape(2, 3)
@@ -167,7 +167,7 @@ def pack_weight(
             raise ShapeError(f"pack_weight: `isa` is {isa!r} with a QTensor, whose panels serve all; leave it out.")
         return pack_qtensor(weight, transpose, activations)
     if activations not in (None, "int8"):
-        raise ShapeError(f"pack_weight: `activations` is {activations!r}, but `weight` is no QTensor; leave it out.")
+        raise ShapeError(f"pack_weight: `activations` is {activations!r}, but `weight` is not a QTensor; leave it out.")
     weight = as_array("pack_weight", "weight", weight)
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
         raise ShapeError(

@@ -26,7 +26,7 @@ class GroupBlocks(NamedTuple):
     """How rows are laid out in blocks of one group each."""
 
     group: Any  # [blocks] int32: the group of each block
-    source: Any  # [blocks, block] int32: the row that stands there; M, which is no row, where none does
+    source: Any  # [blocks, block] int32: the row that stands there; M, which is not a row, where none does
     place: Any  # [M] int32: where each row stands in the flattened blocks; past their end for a row without a group
 
 

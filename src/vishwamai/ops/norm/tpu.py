@@ -3,7 +3,7 @@
 A grid step holds whole rows in VMEM, so the statistics, the residual sum and the result come from one read. Inside a
 step the rows are walked in chunks: those of narrow rows stay in registers between the reduction and the scaling; those
 of wide rows do not fit there, and are taken from VMEM again, a few columns at a time, in each pass over a chunk. All of
-it is straight code, so that one chunk's reductions wait beside another's arithmetic. The backward pass recomputes the
+it is straight code, so that reductions of one chunk overlap arithmetic of the next. The backward pass recomputes the
 statistics from its input, which it reads anyway, instead of storing them; parameter gradients are kept as eight partial
 rows per part of the grid and summed outside, so the parts may run on different cores.
 """

@@ -142,8 +142,8 @@ def routing(
         else:
             callers.warn(
                 f"moe_routing_kernel: there are no `router_weights`, and the tokens have {width} features for "
-                f"{num_experts} experts, so they are no logits: a random router of seed 0 decides; pass router_weights "
-                f"of shape ({width}, {num_experts})."
+                f"{num_experts} experts, so they are not logits: a random router of seed 0 decides; pass "
+                f"router_weights of shape ({width}, {num_experts})."
             )
             router_weights = jax.random.normal(jax.random.key(0), (width, num_experts)) * width**-0.5
     result = vishwamai.moe_routing(
