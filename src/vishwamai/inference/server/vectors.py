@@ -75,7 +75,7 @@ class Vectors:
         record_of(request.scope).prompt_tokens = tokens
         if body.dimensions is not None:
             vectors = shortened(vectors, body.dimensions)
-        encoded = [encoded(vector, body.encoding_format == "base64") for vector in vectors]
+        encoded = [encoded_vector(vector, body.encoding_format == "base64") for vector in vectors]
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(encoded)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
@@ -93,6 +93,6 @@ def shortened(vectors: np.ndarray, dimensions: int) -> np.ndarray:
     return first / np.maximum(np.linalg.norm(first, axis=1, keepdims=True), 1e-12)
 
 
-def encoded(vector: np.ndarray, as_base64: bool) -> Any:
+def encoded_vector(vector: np.ndarray, as_base64: bool) -> Any:
     vector = vector.astype("<f4")
     return base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
