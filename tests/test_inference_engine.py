@@ -296,4 +296,4 @@ def test_the_benchmark_calls_the_programs_of_steps_again_without_changing_them(p
         jax.tree.map(np.testing.assert_array_equal, (programs.pages, programs.history), before)
         driven.advance([0, 1], 12)
         expected = engine.generate(PROMPTS[:2], Sampling(max_new_tokens=12, ignore_eos=True))
-        assert [driven._drawn[i][:12] for i in range(2)] == [list(answer.token_ids) for answer in expected]
+        assert [driven._sampled[i][:12] for i in range(2)] == [list(answer.token_ids) for answer in expected]

@@ -108,7 +108,7 @@ def test_the_table_of_steps_per_second_has_eight_devices_of_every_chip():
     module = benchmark("steps_per_second")
     assert {target.partition(":")[0] for target in module.SLICES} == set(TPUS)
     assert {devices_of(target) for target in module.SLICES} == {8} and module.ROWS == (8, 16, 32)
-    row = module.written(16, planning.Measurement(0.25, "a CPU", "s"), "a CPU", 256)
+    row = module.result_row(16, planning.Measurement(0.25, "a CPU", "s"), "a CPU", 256)
     assert row == "| 16 | a CPU | 4 (measured) | 1.64e+04 | - |"
 
 
