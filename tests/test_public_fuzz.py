@@ -42,6 +42,12 @@ LONG_ALONE = SLOW | {
 }  # examples of models, and of the TPU compiler
 
 
+@pytest.fixture(autouse=True)
+def directory_for_results(tmp_path, monkeypatch):
+    """Some entries write to the file that an argument names."""
+    monkeypatch.chdir(tmp_path)
+
+
 def complaints(entry: public_fuzz.Entry, count: int | None, traced: bool) -> list[str]:
     found = []
     for name, call in public_fuzz.sample(entry, count, rotation.SEED):
