@@ -3,7 +3,7 @@ errors, gradients, several devices.
 """
 
 # Calls take NumPy arrays here, and values that are wrong on purpose.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 import functools
 import re
@@ -154,7 +154,8 @@ def test_any_batch(runs, page_size, heads, window):
 def test_latent_pages_may_be_wider_than_the_query():
     """Columns past the query's are no part of the products, and the update fills them with 0."""
     query, pool, lens, table, starts = problem(RUNS)
-    pages, options = pool[:, :, 0], {"latent_dim": 8, "scale": 0.3}
+    pages = pool[:, :, 0]
+    options: dict[str, Any] = {"latent_dim": 8, "scale": 0.3}
     pages[..., 12:] = 0
     got = ragged_paged_attention(query[..., :12], pages, lens, table, starts, **options)
     check(got, (query[..., :12], pages[..., :12], lens, table, starts), **options)

@@ -3,7 +3,9 @@ case.
 """
 
 # Calls take NumPy arrays here, and values that are wrong on purpose.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,8 +159,9 @@ def test_mrope_is_that_of_qwen(model, sections):
     expected = [x.numpy() for x in modeling.apply_rotary_pos_emb(q, k, cos, sin)]
     scaling = MRopeScaling(sections, interleaved)
     cache = RotaryCache(HEAD_DIM, 50, THETA, scaling)
-    for how in ({"theta": THETA, "scaling": scaling}, {"scaling": parameters}, {"cache": cache}):
-        for ours, theirs in zip(apply_rope((query, key), positions, **how), expected, strict=True):
+    ways: list[dict[str, Any]] = [{"theta": THETA, "scaling": scaling}, {"scaling": parameters}, {"cache": cache}]
+    for options in ways:
+        for ours, theirs in zip(apply_rope((query, key), positions, **options), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=2e-4)
     # Three equal coordinates are one.
     same = jnp.broadcast_to(positions[0], positions.shape)

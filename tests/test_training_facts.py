@@ -38,6 +38,7 @@ def test_the_first_record_of_each_process_has_the_facts(run, capsys):
     records = read_records(run / "metrics.jsonl")
     assert [record.step for record in records] == [1, 2, 3]
     assert [record.run is not None for record in records] == [True, False, True]
+    assert records[0].run is not None
     facts = RunFacts(**records[0].run)
     assert facts.documents == 3 and facts.trained == facts.parameters > 300 * 16
     assert facts.batch_size == 2 and facts.sequence_length == 16 and facts.steps == 2
