@@ -287,10 +287,11 @@ def test_a_client_that_leaves_writes_no_trace(address, caplog, monkeypatch):
     assert [record.getMessage() for record in caplog.records if record.exc_info or record.levelname == "ERROR"] == []
 
 
-def test_errors_have_no_paths_of_the_server():
+def test_errors_have_no_paths_of_the_server_and_are_short():
     with pytest.raises(HttpError) as caught, declined("messages"):
         raise ShapeError("/srv/models/qwen/chat_template.jinja: line 3; /srv/models/qwen/config.json: `a` is 5.")
     assert caught.value.message == "chat_template.jinja: line 3; config.json: `a` is 5."
+    assert len(HttpError(400, "long " * 10_000).message) < 2100
 
 
 def test_a_long_enum_is_answered(address):

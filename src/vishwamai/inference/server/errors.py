@@ -15,10 +15,15 @@ from vishwamai.inference.server.requests_log import record_of
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
 
 
+_LONGEST = 2000
+"""Characters of an error's text."""
+
+
 class HttpError(Exception):
     """An answer that is an error: its status, text, and the argument that is at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after: int | None = None):
+        message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."  # it may have what was sent
         super().__init__(message)
         self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
 
