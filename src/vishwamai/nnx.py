@@ -71,9 +71,9 @@ def dot_product_attention(
       dropout_rng: the random key of the dropout, which `dropout_rate` above 0 needs unless `deterministic`.
       dropout_rate: share of the probabilities to drop, in [0, 1).
       deterministic: drop nothing.
-      dtype: of the products and the result; None promotes query, key and value to one dtype.
-      precision: of float32 products, as JAX and Flax take it: a `jax.lax.Precision` or its name, a pair of them, or a
-        `jax.lax.DotAlgorithmPreset`; None takes the ambient one.
+      dtype: dtype of the products and the result; None promotes query, key and value to one dtype.
+      precision: mode of float32 products, as JAX and Flax take it: a `jax.lax.Precision` or its name, a pair of them,
+        or a `jax.lax.DotAlgorithmPreset`; None takes the ambient one.
       module: None. The probabilities are never formed, so a module cannot keep them.
       promote_dtype: Flax's function that brings query, key and value to one dtype; None does as JAX promotes.
       is_causal: query i sees no key after it.
