@@ -42,7 +42,7 @@ def attend_sequences(
     Args:
       config: the model, for the scale and the soft-cap of the logits.
       window: tokens that a token sees, its own included; None for all before it.
-      query, key, value: of all tokens of the rows.
+      query, key, value: heads of all tokens of the rows.
       sinks: a logit of each head that enters the denominator only.
       segment_ids: `[batch, seq]`, segments of the rows; None for one segment a row.
       axes: mesh axes; with `sequence`, the device has its part of each row, placed by `sequence_placement`; in order

@@ -17,15 +17,15 @@ class MeshAxes:
     all devices, so divide the loss by their number, and add up the gradients of parameters that they all hold.
 
     Attributes:
-      tokens: over which tokens are split; the losses and counts of experts are those of all tokens.
-      expert: the one of them over which experts are split too; tokens travel to their experts.
-      sequence: the one of them over which each row is split; keys and values travel around a ring.
+      tokens: axes over which tokens are split; the losses and counts of experts are those of all tokens.
+      expert: axis of those over which experts are split too; tokens travel to their experts.
+      sequence: axis of those over which each row is split; keys and values travel around a ring.
       heads: attention exchanges heads in place of the ring, for a branch that not all devices of the mesh take: XLA
         waits for all of them where arrays travel from neighbour to neighbour (on CPUs; jaxlib 0.10.2).
-      features: over which the features of the embedding table and of the head are split; its devices have tokens of
-        their own.
-      tensor: over which heads, features of feed-forward networks and the vocab are split; all its devices have the
-        same tokens. Shoeybi et al., "Megatron-LM" (2019).
+      features: axis over which the features of the embedding table and of the head are split; its devices have tokens
+        of their own.
+      tensor: axis over which heads, features of feed-forward networks and the vocab are split; all its devices have
+        the same tokens. Shoeybi et al., "Megatron-LM" (2019).
     """
 
     tokens: tuple[str, ...] = ()

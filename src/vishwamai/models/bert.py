@@ -185,7 +185,7 @@ def encode(
     Args:
       tokens: `[batch, seq]`, ids in the vocabulary.
       mask: `[batch, seq]`, True for a token, False for padding, which nothing attends to.
-      operations: what attention, products and norms are computed with.
+      operations: functions for attention, products and norms.
     """
     batch, seq = tokens.shape
     rows = batch * seq
@@ -220,7 +220,7 @@ def from_hugging_face(tensors: Mapping[str, Stored], config: BertConfig, dtype: 
 
     Args:
       tensors: by their names in the checkpoint (`shards.read_index`); products are stored `[out, in]` there.
-      dtype: of the result.
+      dtype: dtype of the result.
 
     Raises:
       ShapeError: a tensor is missing, or has another shape than the configuration says; the text names it.

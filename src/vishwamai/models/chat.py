@@ -55,7 +55,7 @@ class ChatTemplate:
 
         Args:
           messages: the conversation, as clients of OpenAI's API send it.
-          values: what else the template may read, such as `tools` and `add_generation_prompt`. With
+          values: further variables of the template, such as `tools` and `add_generation_prompt`. With
             `continue_final_message` the prompt ends in the last message, which the answer continues.
 
         Raises:

@@ -49,15 +49,15 @@ def from_pretrained(
     """The decoder in a Hugging Face directory (`config.json` and safetensors files).
 
     Args:
-      directory: where the files are, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".
-      dtype: of parameters, products and activations.
+      directory: folder of the files, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".
+      dtype: dtype of parameters, products and activations.
       mesh: devices to split the parameters over; each process reads its own parts only.
       rules: mesh axes by the logical name of an axis, a `LogicalRules` or a dict. The names are
         `parameters.LOGICAL_NAMES`; those without a rule stay whole.
       quantize: "int8", "int4" or "fp8": weights of the layers' products are rounded to `QTensor`s. "keep": those of a
         checkpoint that is published quantized become the `QTensor`s that have exactly its numbers. None: plain arrays.
-      stacked: as of `Decoder`. By default each layer is alone, as serving wants it: a scan copies each layer's weights
-        out of the stack before a kernel reads them, which decoding waits for. To train, stack them.
+      stacked: flag of `Decoder`. By default each layer is alone, as serving wants it: a scan copies each layer's
+        weights out of the stack before a kernel reads them, which decoding waits for. To train, stack them.
 
     Raises:
       ShapeError: a file or a tensor is missing, damaged, or contradicts `config.json`; the text names the file, the

@@ -51,10 +51,10 @@ class Decoder(nnx.Module):
     layers of its group, and a scan runs them.
 
     Args:
-      config: what it computes.
+      config: sizes and layers.
       rngs: seeds of random weights (`rngs.params()`).
-      dtype: of products and activations.
-      param_dtype: of the parameters.
+      dtype: dtype of products and activations.
+      param_dtype: dtype of the parameters.
       stacked: stack and scan layers that repeat; None for the platform's default: not on the CPU.
       make: makes each parameter in place of random weights.
 
@@ -120,12 +120,12 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: ids in the vocabulary.
-          positions: of the tokens; None counts every row from 0.
+          positions: positions of the tokens; None counts every row from 0.
           segment_ids: tokens see those of their own segment only (packed sequences); None for one segment a row.
             Segment 0 is padding, which the load of the experts leaves out.
-          wrap_layer: is applied to the function of one layer, or of one period of stacked layers, such as
-            `jax.checkpoint`.
-          axes: inside `shard_map`, the mesh axes over which the model is split.
+          wrap_layer: transformation that is applied to the function of one layer, or of one period of stacked layers,
+            such as `jax.checkpoint`.
+          axes: mesh axes over which the model is split, inside `shard_map`.
 
         Returns:
           `[batch, seq, hidden]` in the decoder's dtype.
@@ -274,7 +274,7 @@ def run_segment(
       wrap: function that is applied to the function of one period.
       periods: wrapped functions of earlier segments with the same other arguments, by what they depend on; it gets this
         one's. Segments of the same kinds then share one function, which JAX traces once.
-      token_mask: as of `FeedForward`.
+      token_mask: mask of `FeedForward`.
 
     Returns:
       The next carry, the pools, and the load of the experts of each kind.

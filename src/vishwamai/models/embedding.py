@@ -41,8 +41,8 @@ class SentenceEncoder:
       config: its sizes.
       tokenizer: a `tokenizers.Tokenizer` that neither cuts nor pads.
       max_tokens: the longest text, special tokens included.
-      pooling: how the states of a text become a vector.
-      operations: what the encoder computes with: `bert.OURS`, or `bert.PLAIN`.
+      pooling: function from the states of a text to a vector.
+      operations: functions that the encoder calls: `bert.OURS`, or `bert.PLAIN`.
     """
 
     parameters: bert.Parameters
@@ -61,9 +61,9 @@ class SentenceEncoder:
         its tokens and is not normalized, as sentence-transformers does it.
 
         Args:
-          directory: where the files are, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".
-          dtype: of parameters and activations; vectors are float32 or wider.
-          operations: what the encoder computes with.
+          directory: folder of the files, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".
+          dtype: dtype of parameters and activations; vectors are float32 or wider.
+          operations: functions that the encoder calls.
 
         Raises:
           ShapeError: a file or a tensor is missing, damaged, or contradicts `config.json`; the text names it.
@@ -121,7 +121,7 @@ class SentenceEncoder:
 
         Args:
           texts: the sentences.
-          batch_size: how many are computed together.
+          batch_size: number of sentences in a batch.
 
         Returns:
           float32 `[len(texts), hidden]`; where vectors are normalized, the dot product of two rows is their cosine.

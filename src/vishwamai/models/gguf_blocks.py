@@ -20,8 +20,8 @@ class BlockType(NamedTuple):
 
     Attributes:
       name: ggml's.
-      numbers: how many a block holds.
-      bytes: of a block.
+      numbers: count of the numbers in a block.
+      bytes: size of a block in bytes.
       decode: the numbers of blocks.
     """
 

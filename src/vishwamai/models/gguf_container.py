@@ -30,7 +30,7 @@ class BlockTensor:
       path: the file.
       offset: bytes from the start of the file.
       shape: rows first, as in other formats.
-      change: what makes another program's numbers of those of the file; None for the same.
+      change: function from the file's numbers to those of another program; None for the same.
     """
 
     path: Path
@@ -64,7 +64,7 @@ class Container:
 
     Attributes:
       values: metadata by key.
-      tensors: by name.
+      tensors: tensors by name.
     """
 
     path: Path

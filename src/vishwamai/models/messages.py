@@ -63,7 +63,7 @@ def normalized(messages: Sequence[Mapping[str, Any]], template: str) -> list[Mes
     """Messages in the form that a template reads.
 
     Args:
-      messages: as clients of OpenAI's API send them.
+      messages: messages in the form of OpenAI's API.
       template: the program of the chat template.
 
     Raises:

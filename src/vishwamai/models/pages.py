@@ -30,7 +30,7 @@ class PagedBatch:
       kv_lens: `[sequences]` int32, tokens of each sequence, the new ones included; 0 for an unused row.
       page_table: `[sequences, pages_per_sequence]` int32, the pages of each sequence in order.
       cu_q_lens: `[sequences + 1]` int32 from 0 on, where each sequence's new tokens start.
-      max_q_len: no sequence has more new tokens; 1 in a step that only decodes. Static.
+      max_q_len: bound of the new tokens of a sequence; 1 in a step that only decodes. Static.
       lengths: `[sequences]` int32, the lengths by which scalings that depend on them (LongRoPE) rotate; None:
         `kv_lens`. All tokens of a sequence must be computed on the same side of the scaling's switch.
       windows: page tables, such as `ring_table`, of layers with that window, which have pools of their own; layers of
@@ -67,7 +67,7 @@ class QuantizedPages:
     """A pool of 8-bit keys and values, with what they are multiplied by; a pytree.
 
     Attributes:
-      pool: as `page_shapes` gives it.
+      pool: array of a shape of `page_shapes`.
       k_scale, v_scale: float32 `[layers of the pool, kv_heads]`; latent pages have one head, and twice the same.
     """
 
@@ -128,8 +128,8 @@ def page_shapes(
     Args:
       num_pages: pages of one layer.
       page_size: tokens of a page.
-      dtype: of the stored keys and values.
-      stacked: as of the decoder; None for the platform's default.
+      dtype: dtype of the stored keys and values.
+      stacked: flag of the decoder; None for the platform's default.
       window_pages: pages of one layer with that window, in place of `num_pages`.
 
     >>> import jax.numpy as jnp

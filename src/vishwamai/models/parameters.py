@@ -24,7 +24,7 @@ class Parameter:
 
     Attributes:
       shape: its shape.
-      axes: for each axis one of `LOGICAL_NAMES`, or None where it is never split.
+      axes: name of each axis in `LOGICAL_NAMES`, or None where it is never split.
       start: "normal" (deviation `initializer_range`), "ones", "zeros" or "log_uniform" (the
         logarithm of a number from 0.01 to 16, rates of a decay).
       matrix: a product contracts its axis -2, so that it may be quantized.

@@ -54,7 +54,7 @@ def rotated(
     Args:
       config: the model, for `head_dim` and the order of the features.
       rope: the layer's rotation.
-      query, key: of the new tokens.
+      query, key: queries and keys of the new tokens.
       positions: `[batch, seq]`, positions of the tokens; None counts every row from 0.
       lengths: `[batch, seq]`, tokens of each token's sequence, for scalings that depend on it; None for the largest
         position and one more.

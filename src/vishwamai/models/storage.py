@@ -87,7 +87,7 @@ class Storage:
         """A weight `[..., in, out]` rounded to the format.
 
         Args:
-          shardings: where the result lies, of a weight whose axis -2 is whole on each device: every device rounds its
+          shardings: places of the result, of a weight whose axis -2 is whole on each device: every device rounds its
             part, so the numbers are those of one device.
         """
 
@@ -125,7 +125,7 @@ def parameter_sharding(
     """Where a parameter lies; with more than one of `layers`, it has a leading axis for them.
 
     Args:
-      where, function: what errors call the parameter and the caller.
+      where, function: names of the parameter and of the caller in errors.
     """
     shape = parameter.shape if layers == 1 else (layers, *parameter.shape)
     return rules.sharding(mesh, parameter.axes, shape, where=where, function=function)

@@ -19,7 +19,7 @@ class Piece:
 
     Attributes:
       tensors: the tensor's name, or the names of the tensors that the parameter stacks along its first axis.
-      stacked: whether it stacks them.
+      stacked: flag, the parameter stacks them.
       transpose: the tensor has the parameter's last two axes the other way round.
       axis: the tensor's axis that several parameters share; None where the parameter is the whole tensor.
       start, step, block: the parameter's part of that axis, so many entries every `step` ones; `total` is the axis's

@@ -36,7 +36,7 @@ class Tokenizer:
     """A tokenizer with its chat template.
 
     Attributes:
-      encoder: of the library `tokenizers`.
+      encoder: tokenizer of the library `tokenizers`.
       template: the chat template, or None.
       special: texts of the special tokens that templates name ("bos_token", "eos_token", ...).
 

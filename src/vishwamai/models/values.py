@@ -27,7 +27,7 @@ def check_value(key: str, value: Any, kind: type, source: str, least: float | No
     """Checks a value, which is not null.
 
     Args:
-      key: as the file writes it.
+      key: name of the key in the file.
       kind: bool, int, float (any finite number), str, dict, or list for a list of texts.
       source: the file's name.
       least: the smallest legal number; None: numbers are above 0.

@@ -94,8 +94,8 @@ def layer(
       arrays: its parameters by name.
       carry: (stream, delta), both `[batch, seq, hidden]`; their sum is the layer's input. A delta of None is 0.
       tokens: whole sequences, or the new tokens of a step.
-      pool, first: as of `Mixer.step`; None for whole sequences.
-      token_mask: as of `FeedForward`.
+      pool, first: state and index of `Mixer.step`; None for whole sequences.
+      token_mask: mask of `FeedForward`.
 
     Returns:
       The next carry, the pool, and the load of the experts (None without).
