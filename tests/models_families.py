@@ -154,6 +154,15 @@ TINY: dict[str, Peer] = {
     "qwen3_next": Peer("Qwen3Next", {**DELTA, **SMALL_MIXTURE}),
     "qwen3_5_text": Peer("Qwen3_5Text", DELTA),
     "qwen3_5_moe_text": Peer("Qwen3_5MoeText", {**DELTA, **SMALL_MIXTURE}),
+    "lfm2": Peer(
+        "Lfm2",
+        {
+            "block_multiple_of": 24,
+            "conv_L_cache": 4,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_hidden_layers": 3,
+        },
+    ),
     "internlm3": Peer("InternLM3", {"head_dim": 24}),
     "vaultgemma": Peer("VaultGemma", {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 24}),
     "solar_open": Peer(

@@ -184,6 +184,7 @@ class ModelConfig:
                     "one value. Remove one."
                 )
         values = {family.aliases.get(key, key): value for key, value in values.items()}
+        values = values if family.derive is None else dict(family.derive(values, source))
         required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         _check_keys(family, values, required, source)
         values = {**family.defaults, **values}
@@ -219,7 +220,7 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """The `config.json` that transformers loads this model with."""
         family = FAMILIES[self.family]
-        values: dict[str, Any] = {"architectures": [family.architecture], "model_type": self.family}
+        values: dict[str, Any] = {"architectures": [family.architecture], "model_type": self.family, **family.constants}
         names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
         for key, field in family.keys.items():
             outer, _, inner = field.partition(".")

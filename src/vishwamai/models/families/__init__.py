@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vishwamai.models.families.cohere import COHERE
+from vishwamai.models.families.conv import CONV
 from vishwamai.models.families.delta import DELTA
 from vishwamai.models.families.dense import DENSE
 from vishwamai.models.families.experts import MIXTURES
@@ -13,6 +14,6 @@ from vishwamai.models.families.gemma import GEMMA
 from vishwamai.models.families.latent import LATENT
 from vishwamai.models.families.ungated import UNGATED
 
-FAMILIES: Mapping[str, Family] = {**DENSE, **UNGATED, **COHERE, **GEMMA, **MIXTURES, **LATENT, **DELTA}
+FAMILIES: Mapping[str, Family] = {**DENSE, **UNGATED, **COHERE, **GEMMA, **MIXTURES, **LATENT, **DELTA, **CONV}
 
 __all__ = ["FAMILIES", "IDLE", "IGNORED", "Family"]

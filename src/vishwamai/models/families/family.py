@@ -7,7 +7,7 @@ both follow it, so nothing is stated twice. A key means what the family's class 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vishwamai.models.layers.attention import Attention
@@ -33,6 +33,8 @@ class Family:
       fixed: keys whose value must be one of these, for the decoder computes nothing else.
       ignored: keys without an effect, besides `IGNORED`.
       aliases: other names of keys.
+      derive: `(values, source) -> values` of a file, where some keys follow from others; None where none does.
+      constants: keys that every file gets when it is written.
       layer_types: "none", "all" (`sliding_window` holds for every layer), "list" (`layer_types` says which), or "types"
         (the same in a family without windows).
       layer_keys: further keys that say what the layers are: `use_sliding_window`, `mlp_only_layers` and the like.
@@ -57,6 +59,8 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    derive: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layer_types: str = "none"
     layer_keys: tuple[str, ...] = ()
     window_period: int | None = None
