@@ -26,16 +26,18 @@ from vishwamai.models.parameters import PREFIX, Parameter, Tensor, norm_paramete
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
 
-NORM_TENSORS: Mapping[str, Tensor] = {
-    f"{name}{suffix}": Tensor(f"{PREFIX}{module}.{kind}")
-    for name, module in (
-        ("attention_norm", "input_layernorm"),
-        ("mlp_norm", "post_attention_layernorm"),
-        ("mlp_post_norm", "post_feedforward_layernorm"),
-    )
-    for suffix, kind in (("", "weight"), ("_bias", "bias"))
+_TENSORS: Mapping[str, Tensor] = {
+    "layer_scale": Tensor(PREFIX + "layer_scalar"),
+    **{
+        f"{name}{suffix}": Tensor(f"{PREFIX}{module}.{kind}")
+        for name, module in (
+            ("attention_norm", "input_layernorm"),
+            ("mlp_norm", "post_attention_layernorm"),
+            ("mlp_post_norm", "post_feedforward_layernorm"),
+        )
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    },
 }
-NORM_TENSORS = {**NORM_TENSORS, "layer_scale": Tensor(PREFIX + "layer_scalar")}
 NORMS: Mapping[str, tuple[str, ...]] = {
     "pre": ("attention_norm", "mlp_norm"),
     "post": ("attention_post_norm", "mlp_post_norm"),
@@ -66,7 +68,7 @@ class LayerKind:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors of checkpoints by the parameter's name, where a family has no other."""
-        return {**NORM_TENSORS, **self.mixer.tensors, **self.feed_forward.tensors}
+        return {**_TENSORS, **self.mixer.tensors, **self.feed_forward.tensors}
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """The parameters of one layer by name."""
