@@ -117,7 +117,7 @@ def test_stops_and_those_who_leave(plain, engine):
 class EvenTokens:
     """A grammar of its own: even tokens only."""
 
-    ended = False
+    finished = False
 
     def matcher(self):
         return self

@@ -43,7 +43,7 @@ def request(deltas, **options):
 class Broken:
     """A grammar that fails at some point."""
 
-    ended = False
+    finished = False
 
     def __init__(self, place):
         self.place = place
