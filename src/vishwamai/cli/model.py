@@ -18,6 +18,7 @@ from vishwamai.core.installing import install_line
 if TYPE_CHECKING:
     from vishwamai.core.optimization import Optimization, Purpose
     from vishwamai.inference import Embedder, Engine, Load
+    from vishwamai.models.adapters import AdapterSizes
 
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
@@ -161,7 +162,7 @@ def say_optimization(keys: Optimization, purpose: Purpose, devices: int | None) 
         say(str(explain_optimization(keys, purpose, devices)))
 
 
-def plan(arguments: argparse.Namespace) -> Load:
+def plan(arguments: argparse.Namespace, adapters: AdapterSizes | None = None) -> Load:
     """What is to be loaded, which is said at once.
 
     Raises:
@@ -195,6 +196,7 @@ def plan(arguments: argparse.Namespace) -> Load:
         page_size=arguments.page_size,
         memory=arguments.memory,
         drafts=drafts,
+        adapters=adapters,
         draft_model=arguments.draft_model,
         prefix_cache=arguments.prefix_cache,
         keep_packed=arguments.keep_packed,

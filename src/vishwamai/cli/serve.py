@@ -27,6 +27,7 @@ from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
     from vishwamai.inference import Embedder, Engine
+    from vishwamai.models.adapters import AdapterSizes
 
 _NEEDED = (
     "starlette",
@@ -48,6 +49,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="what clients call the model (the directory's name)")
     parser.add_argument(
         "--alias", action="append", default=[], metavar="NAME", help="a further name of the model, such as clients send"
+    )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="a LoRA adapter as the library peft writes it; requests name it as their model",
+    )
+    parser.add_argument("--max-adapters", type=int, metavar="N", help="that are loaded at once (those of --adapter)")
+    parser.add_argument("--max-adapter-rank", type=int, default=16, metavar="N", help="the highest of an adapter (16)")
+    parser.add_argument(
+        "--adapter-folder", type=Path, metavar="DIR", help="clients may load and unload adapters that are folders of it"
     )
     parser.add_argument("--encoder", type=Path, metavar="MODEL", help="an encoder (BERT) for /v1/embeddings")
     parser.add_argument(
@@ -129,6 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         allowed_origins=tuple(origin.rstrip("/") for origin in arguments.allow_origin),
         max_priority=arguments.max_priority,
         aliases=tuple(arguments.alias),
+        adapter_folder=arguments.adapter_folder,
         tool_parser=parsers[0],
         reasoning_parser=parsers[1],
         decline_unknown_keys=arguments.unknown_keys == "refuse",
@@ -180,7 +194,8 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
         return None, model.load_encoder(arguments.directory), (name,), {}
     if arguments.mesh is not None and arguments.pooling is not None:
         raise CommandError("--pooling computes vectors on one device; leave out --mesh, or pass --encoder.")
-    planned = model.plan(arguments)
+    adapters = _adapters(arguments)
+    planned = model.plan(arguments, adapters[1])
     if planned.tokenizer is None:
         model.say(f"{planned.directory / 'tokenizer.json'} is missing: prompts and answers are token ids only")
     elif planned.tokenizer.template is not None:
@@ -201,7 +216,29 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
         embed = None
         if arguments.pooling is not None:
             embed = model.embed_by_decoder(engine, arguments.pooling, arguments.max_length, arguments.compile)
+    for adapter, directory in adapters[0].items():
+        engine.load_adapter(adapter, directory)
     return engine, embed, names, generate.recommended(planned.generation)
+
+
+def _adapters(arguments: argparse.Namespace) -> tuple[dict[str, Path], AdapterSizes | None]:
+    """The adapters to load by name, and the places for them and for others."""
+    from vishwamai.models.adapters import AdapterSizes
+
+    adapters: dict[str, Path] = {}
+    for text in arguments.adapter:
+        name, separator, directory = text.partition("=")
+        if not separator or not name or name in adapters:
+            raise CommandError(f"--adapter {text!r} is not NAME=DIR with a name of its own.")
+        adapters[name] = Path(directory)
+    count = len(adapters) if arguments.max_adapters is None else arguments.max_adapters
+    if count < len(adapters) or arguments.max_adapter_rank < 1:
+        raise CommandError("--max-adapters is less than the adapters of --adapter, or --max-adapter-rank less than 1.")
+    if count == 0 and arguments.adapter_folder is not None:
+        raise CommandError("--adapter-folder needs places for adapters; pass --max-adapters.")
+    if count and arguments.mesh is not None:
+        raise CommandError("adapters are served on one device; leave out --mesh.")
+    return adapters, AdapterSizes(count, arguments.max_adapter_rank) if count else None
 
 
 def _parsers(arguments: argparse.Namespace) -> tuple[str | None, str | None]:

@@ -73,6 +73,8 @@ class EngineCore:
         writer = Writer(request.options, self.end_tokens, detokenizer, choice)
         matcher = None if request.grammar is None else request.grammar.matcher()
         stream = Stream(list(request.prompt), length, self.scheduler.rank(now, request.priority))
+        if request.adapter is not None:
+            stream.root = request.adapter.root
         stream.deadline = now + (np.inf if request.deadline is None else request.deadline)
         stream.synchronous = bool(self.programs.drafts) or matcher is not None
         shares = self.scheduler.pool.shared and request.branches

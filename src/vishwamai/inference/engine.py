@@ -6,11 +6,13 @@ One thread runs the loop, which is `core.EngineCore` step by step; others hand r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -18,6 +20,7 @@ from jax.sharding import Mesh
 from vishwamai.core.arguments import check_instances, checked
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.optimization import Optimization
+from vishwamai.inference.adapters import Adapters, Matrices
 from vishwamai.inference.answers import Answer, Delta, Finish, joined
 from vishwamai.inference.core import EngineCore
 from vishwamai.inference.drafting import check_draft
@@ -33,9 +36,10 @@ from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scheduler import Scheduler
 from vishwamai.inference.threads import roomy_stack
 from vishwamai.models import Decoder
+from vishwamai.models.adapters import AdapterSizes
 from vishwamai.models.rotation import rotation_switch
 
-_OPTIONAL = {"limits": Limits, "draft": Decoder, "mesh": Mesh}
+_OPTIONAL = {"limits": Limits, "draft": Decoder, "mesh": Mesh, "adapters": AdapterSizes}
 
 
 @checked
@@ -56,6 +60,7 @@ class Engine:
       end_tokens: ids that end an answer, besides those of the model's configuration and of its tokenizer.
       mesh: devices that split parameters and pages, by explicit axes "tensor" and "expert" (see `mesh`); None: those of
         the model's parameters. It splits the model given, in place.
+      adapters: places for adapters (`load_adapter`), or None for none.
       optimization: keys of `vishwamai.performance.Optimization`; `use_fp8` and `use_pjit` belong to `plan_load`.
       compile: when programs are compiled: "ahead", all before the first request; or "lazy", two steps before it and
         each other one when it is first needed, while the requests of that step wait.
@@ -90,11 +95,12 @@ class Engine:
         prefix_cache: bool = True,
         end_tokens: Sequence[int] = (),
         mesh: Mesh | None = None,
+        adapters: AdapterSizes | None = None,
         optimization: Optimization | Mapping[str, Any] | None = None,
         compile: str = "ahead",
         on_program: Callable[[int, int, str], None] | None = None,
     ):
-        check_instances("Engine", _OPTIONAL, {"limits": limits, "draft": draft, "mesh": mesh})
+        check_instances("Engine", _OPTIONAL, {"limits": limits, "draft": draft, "mesh": mesh, "adapters": adapters})
         self.limits = limits or Limits(max_length=min(4096, model.config.max_positions))
         self.optimization = Optimization.of_loaded("Engine", optimization)
         kv_dtype = self.optimization.settings("serving", {"kv_dtype": kv_dtype}).get("kv_dtype", kv_dtype)
@@ -126,9 +132,25 @@ class Engine:
                 else make_pools(decoder, page_size, num_pages, kv_dtype, sample, mesh, ring_pages(of, self.limits))
                 for decoder, of in zip((model, draft), rings)
             )
+        if adapters is not None and mesh is not None:
+            raise ShapeError("Engine: adapters are served on one device; leave out `mesh`.")
+        self.adapters = None if adapters is None else Adapters(model, adapters, self._change)
+        matrices = None if self.adapters is None else self.adapters.matrices
         lazy, kernels = compile == "lazy", self.optimization.kernels
         self.programs = Programs(
-            model, self.limits, pools, drafts, on_program, mesh, draft, draft_pools, windows, lazy, kernels
+            model,
+            self.limits,
+            pools,
+            drafts,
+            on_program,
+            mesh,
+            draft,
+            draft_pools,
+            windows,
+            lazy,
+            kernels,
+            adapters,
+            matrices,
         )
         self.prompts = Prompts(self.programs.vocab, self.limits, num_pages, tokenizer)
         pool = PagePool(num_pages, prefix_cache)
@@ -180,14 +202,44 @@ class Engine:
         """Ends a request: its pages are free before the next step."""
         self._inbox.put((self._cancel, request))
 
+    def load_adapter(self, name: str, directory: str | Path) -> None:
+        """Loads an adapter as the library peft writes it; requests name it. Answers that run are not disturbed.
+
+        Raises:
+          ShapeError: the engine has no place for it, or it does not fit the model.
+          UnsupportedError: it is not LoRA of the layers' products alone.
+        """
+        self._adapters.load(name, directory)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter; its answers go on to their end.
+
+        Raises:
+          ShapeError: none has that name.
+        """
+        self._adapters.unload(name)
+
+    @property
+    def _adapters(self) -> Adapters:
+        if self.adapters is None:
+            raise ShapeError("Engine: it has no places for adapters; pass `adapters` (--max-adapters).")
+        return self.adapters
+
+    def _change(self, matrices: Matrices) -> None:
+        self.programs.matrices = matrices
+
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        adapters: Sequence[str | None] | None = None,
     ) -> list[Answer]:
         """The answers to prompts, in their order; with `n` of them for a prompt, one after another.
 
         Args:
           prompts: texts, or lists of token ids.
           sampling: options of all prompts, or one for each.
+          adapters: the name of each prompt's adapter, None for the model alone.
 
         Raises:
           ShapeError: a request cannot be served; nothing was computed.
@@ -198,6 +250,9 @@ class Engine:
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
         deltas: dict[tuple[int, int], list[Delta]] = {}
         requests = []
+        names = adapters or [None] * len(prompts)
+        if len(names) != len(prompts):
+            raise ShapeError(f"Engine: {len(prompts)} prompts came with {len(names)} adapters; pass one for each.")
 
         def sink(i: int, delta: Delta) -> None:
             deltas[i, delta.choice].append(delta)
@@ -208,12 +263,13 @@ class Engine:
             deltas |= {(i, choice): [] for choice in range(request_options.n)}
             requests.append(Request(self.encode(prompt), request_options, partial(sink, i)))
             self.check(requests[-1].prompt, request_options)
-        for request in requests:
-            self.submit(request)
-        for _ in deltas:
-            while self._thread is None and done.empty():
-                self.step()
-            done.get()
+        with self._held(requests, names):
+            for request in requests:
+                self.submit(request)
+            for _ in deltas:
+                while self._thread is None and done.empty():
+                    self.step()
+                done.get()
         return [joined(requests[i].prompt, parts) for (i, _), parts in deltas.items()]
 
     async def stream(
@@ -225,6 +281,7 @@ class Engine:
         deadline: float | None = None,
         grammar: Any = None,
         keep_special: Collection[int] = (),
+        adapter: str | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of a request as they come; `start` must have been called. A caller that leaves cancels it.
 
@@ -236,6 +293,7 @@ class Engine:
           deadline: seconds after which the answers end unfinished.
           grammar: `guided.Grammar` that the answers match, or None.
           keep_special: special tokens that are part of the answers' texts all the same.
+          adapter: the name of one that is loaded; None: the model alone.
         """
         if self._thread is None:
             raise ShapeError("Engine: the loop does not run; call `start()` before `stream`.")
@@ -259,18 +317,30 @@ class Engine:
         ]
         for request in requests:
             self.check(request.prompt, options)
-        for request in requests:
-            self.submit(request)
         left = options.n * len(requests)
-        try:
-            while left:
-                delta = await arrived.get()
-                left -= delta.finish is not None
-                yield delta
-        finally:
-            if left:
-                for request in requests:
-                    self.cancel(request)
+        with self._held(requests, [adapter] * len(requests)):
+            for request in requests:
+                self.submit(request)
+            try:
+                while left:
+                    delta = await arrived.get()
+                    left -= delta.finish is not None
+                    yield delta
+            finally:
+                if left:
+                    for request in requests:
+                        self.cancel(request)
+
+    @contextlib.contextmanager
+    def _held(self, requests: Sequence[Request], names: Sequence[str | None]) -> Iterator[None]:
+        """Gives requests their adapters, whose places stay as they are for so long."""
+        holders = contextlib.ExitStack()
+        with holders:
+            for request, name in zip(requests, names):
+                if name is not None:
+                    request.adapter = self._adapters.take(name, request.options.n)
+                    holders.callback(self._adapters.release, request.adapter, request.options.n)
+            yield
 
     def start(self) -> None:
         """Runs the loop on a thread of its own."""

@@ -23,6 +23,7 @@ from vishwamai.inference.memory import page_bytes, ring_pages, rings_of, weight_
 from vishwamai.inference.mesh import serving_mesh, serving_rules
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.prompts import Prompts
+from vishwamai.models.adapters import AdapterSizes
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.generation import GenerationConfig, read_generation_config
 from vishwamai.models.gguf import model_directory
@@ -67,7 +68,7 @@ class Load:
       optimization: the keys that were given, whose settings are in place.
       prefix_cache: argument of `Engine`.
       draft: a draft model, whose bytes `weights` and `pages` do not count, or None.
-      keep_packed: argument of `plan_load`.
+      keep_packed, adapters: arguments of `plan_load`.
       memory: the bytes that all may take where the caller says so, or None.
     """
 
@@ -90,6 +91,7 @@ class Load:
     prefix_cache: bool = True
     keep_packed: bool = False
     memory: int | None = None
+    adapters: AdapterSizes | None = None
 
     @property
     def total(self) -> int:
@@ -155,6 +157,7 @@ class Load:
             drafts=self.drafts,
             draft=draft,
             prefix_cache=self.prefix_cache,
+            adapters=self.adapters,
             end_tokens=self.generation.eos_token_ids,
             mesh=mesh,
             optimization=self.optimization.of_kernels,
@@ -204,6 +207,7 @@ def plan_load(
     draft_model: str | Path | None = None,
     prefix_cache: bool = True,
     keep_packed: bool = False,
+    adapters: AdapterSizes | None = None,
 ) -> Load:
     """What loading a Hugging Face directory takes; reads its headers only.
 
@@ -224,6 +228,7 @@ def plan_load(
         (`models.packed_files`), and map
         them where they were kept before: the next start reads, rounds and packs nothing.
       mesh: split the model over the first devices, "tensor=2" or "expert=4,tensor=2"; None: one device.
+      adapters: places for adapters; their bytes count as weights.
       optimization: the dict of `vishwamai.performance.explain_optimization`: `use_fp8` and `kv_cache_fp8` set
         `quantize` and `kv_dtype`, `use_pjit` splits over all devices by the axis tensor.
 
@@ -270,6 +275,7 @@ def plan_load(
 
     read_index(directory)  # every file is there, and whole
     weights, page, ring = sizes(directory, config, rings)
+    weights += 0 if adapters is None else adapters.bytes(config, itemsize)
     draft, draft_page, draft_ring, rows = None, 0, 0, (drafts + 1) * max_sequences
     if draft_model is not None:
         draft_model = model_directory(Path(draft_model), weights=True)
@@ -310,6 +316,7 @@ def plan_load(
         prefix_cache,
         keep_packed,
         memory,
+        adapters,
     )
     if pages < limits.pages_per_sequence:
         least = fixed + limits.pages_per_sequence * growing

@@ -27,6 +27,7 @@ from vishwamai.inference.mesh import gathered, on_mesh, replicated
 from vishwamai.inference.pools import zeros
 from vishwamai.inference.sampling import Proposals, Rows, Sampled, all_allowed, empty_rows, sample
 from vishwamai.models import Decoder, PagedBatch
+from vishwamai.models.adapters import AdapterSizes, adapt
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -83,6 +84,7 @@ def _forward(
     pages: Any,
     draft: Decoder | None,
     draft_pages: Any,
+    matrices: Any,
     history: Any,
     slots: Any,
     kv_lens: Any,
@@ -91,12 +93,16 @@ def _forward(
     table: Any,
     windows: Any,
     rows: Any,
+    adapters: Any = None,
     *,
     shape: Any,
     mesh: Any,
+    sizes: AdapterSizes | None = None,
 ) -> tuple[Any, Any, Any]:
     """Logits `[rows, vocab]` of the step's tokens at `rows`, and the pages; a draft's get the same tokens."""
     batch = PagedBatch(kv_lens, table, cu_q_lens, shape.longest, lengths, windows)
+    if sizes is not None:
+        adapt(model, matrices, sizes.own(adapters[batch.sequences(shape.tokens)]))
     tokens = history[slots[batch.sequences(shape.tokens)], batch.positions(shape.tokens)]
     hidden, pages = model.step(tokens, pages, batch)
     if draft is not None:
@@ -193,8 +199,10 @@ class Programs:
       windows: window sizes whose layers have separate page tables (`windows.WindowPages`).
       lazy: compile the programs of one sequence's token and of prompts only; each other one when a step first needs it.
       kernels: the configuration of kernels for which programs are traced.
+      sizes: places of adapters, or None for none.
 
     Attributes:
+      matrices: of the adapters (`adapters.Adapters`), for the next steps.
       compiled, total: programs that are compiled, and all that may be.
       from_cache: number of them that an earlier start compiled, on the CPU.
     """
@@ -212,7 +220,10 @@ class Programs:
         windows: Iterable[int] = (),
         lazy: bool = False,
         kernels: Kernels = contextlib.nullcontext,
+        sizes: AdapterSizes | None = None,
+        matrices: Any = None,
     ):
+        self.sizes, self.matrices = sizes, matrices
         self.model, self.limits, self.draft, self.drafts, self.windows = model, limits, draft, drafts, tuple(windows)
         self.vocab = model.config.vocab_size
         self.shapes = step_shapes(limits, drafts)
@@ -251,7 +262,7 @@ class Programs:
         self._propose: dict[StepShape, Program] = {}
         for shape in self.shapes:
             name = f"step of {shape.tokens} tokens, {shape.sequences} sequences"
-            function = partial(_forward, shape=shape, mesh=mesh)
+            function = partial(_forward, shape=shape, mesh=mesh, sizes=sizes)
             arguments = *self._state(), self.history, *self.tables(shape).values()
             self._forward[shape] = program(name, shape in first, function, (1, 3), *arguments)
         for n in single:
@@ -286,7 +297,7 @@ class Programs:
         return not any(x.is_deleted() for x in arrays if isinstance(x, jax.Array))
 
     def _state(self) -> tuple[Any, ...]:
-        return self.model, self.pages, self.draft, self.draft_pages
+        return self.model, self.pages, self.draft, self.draft_pages, self.matrices
 
     def _sampling(self, rows: int) -> tuple[Any, ...]:
         logits = jax.ShapeDtypeStruct((rows, self.vocab), jnp.float32)
@@ -310,7 +321,7 @@ class Programs:
 
     def tables(self, shape: StepShape) -> Tables:
         """The arrays of an empty step."""
-        return host_tables(shape, self.limits, self.windows)
+        return host_tables(shape, self.limits, self.windows, self.sizes is not None)
 
     def place(self, slot: int, start: int, tokens: Any) -> None:
         """Writes a sequence's tokens, from position `start` on, into its slot."""
@@ -352,7 +363,7 @@ class Programs:
         return sampled
 
 
-def host_tables(shape: StepShape, limits: Limits, windows: Iterable[int]) -> Tables:
+def host_tables(shape: StepShape, limits: Limits, windows: Iterable[int], adapters: bool = False) -> Tables:
     """The arrays of an empty step, for the caller to fill in.
 
     Returns:
@@ -363,8 +374,10 @@ def host_tables(shape: StepShape, limits: Limits, windows: Iterable[int]) -> Tab
       table: `[sequences, pages_per_sequence]` int32.
       windows: the same, by window, of layers that have page tables of their own.
       rows: `[rows]` int32, the tokens of the step whose logits are wanted.
+      adapters: `[sequences]` int32, the place of each sequence's adapter, -1 for none; where there are any.
     """
     table = np.zeros((shape.sequences, limits.pages_per_sequence), np.int32)
+    extra = {"adapters": np.full(shape.sequences, -1, np.int32)} if adapters else {}
     return Tables(
         slots=np.zeros(shape.sequences, np.int32),
         kv_lens=np.zeros(shape.sequences, np.int32),
@@ -373,4 +386,5 @@ def host_tables(shape: StepShape, limits: Limits, windows: Iterable[int]) -> Tab
         table=table,
         windows={window: table.copy() for window in windows},
         rows=np.zeros(shape.rows, np.int32),
+        **extra,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vishwamai.inference.adapters import Adapter
 from vishwamai.inference.answers import Delta, Writer
 from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scheduler import Stream
@@ -40,6 +41,7 @@ class Request:
     deadline: float | None = None  # seconds from its arrival
     grammar: Any = None  # see `guided.Grammar`
     keep_special: frozenset[int] = frozenset()
+    adapter: Adapter | None = None
     branches: list[Branch] = dataclasses.field(default_factory=list)
 
 

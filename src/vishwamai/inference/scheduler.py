@@ -32,6 +32,7 @@ class Stream:
       rank: its place in the order; `Scheduler.rank` makes it.
       deadline: when it ends unfinished, in the seconds of `schedule(now)`.
       synchronous: its next step needs the values of the last one's tokens (a grammar, or drafts).
+      root: before the digests of its pages; streams of another root do not share them.
       leader: a stream of the same prompt and an earlier rank; while that one computes the prompt, this one waits, and
         then shares its pages.
     """
@@ -42,6 +43,7 @@ class Stream:
     deadline: float = math.inf
     synchronous: bool = False
     leader: Stream | None = None
+    root: bytes = ROOT
     prompt_length: int = dataclasses.field(init=False)
     slot: int | None = None  # its row in the device's history of tokens; None while it waits
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -331,7 +333,7 @@ class Scheduler:
         """Extends the chain of digests over the full pages of the first `tokens`."""
         size = self.limits.page_size
         for page in range(len(stream.digests), tokens // size):
-            first = ROOT if not stream.turned else TURNED  # other keys for the same tokens
+            first = stream.root if not stream.turned else stream.root + TURNED  # other keys for the same tokens
             previous = stream.digests[-1] if stream.digests else first
             stream.digests.append(chain(previous, stream.tokens[page * size : (page + 1) * size]))
 

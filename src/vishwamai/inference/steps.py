@@ -73,6 +73,8 @@ def send(
         tables["kv_lens"][i] = work.start + work.count
         tables["lengths"][i] = max(work.start + work.count, stream.turned)
         tables["table"][i, : len(stream.pages)] = stream.pages
+        if branch.request.adapter is not None:
+            tables["adapters"][i] = branch.request.adapter.place
         for window, span in stream.spans.items():
             tables["windows"][window][i, span.first : span.first + len(span.pages)] = span.pages
         if work.drafts and programs.draft is None:

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vishwamai.inference.engine import Engine
+from vishwamai.inference.server.adapter_routes import AdapterRoutes
 from vishwamai.inference.server.errors import HttpError, error_response
 from vishwamai.inference.server.guards import Guards
 from vishwamai.inference.server.messages import Messages
@@ -58,11 +59,17 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
 
     async def models(request: Request) -> Response:
         name = request.path_params.get("name")
+        served = dict(entries)
+        if service is not None:
+            served |= {
+                name: {**entries[settings.name], "id": name, "root": name, "parent": settings.name}
+                for name in service.adapters
+            }
         if name is None:
-            return JSONResponse({"object": "list", "data": list(entries.values())})
-        if name not in entries:
-            raise HttpError(404, f"the model {name[:200]!r} is not served; {', '.join(entries)} is.", "model")
-        return JSONResponse(entries[name])
+            return JSONResponse({"object": "list", "data": list(served.values())})
+        if name not in served:
+            raise HttpError(404, f"the model {name[:200]!r} is not served; {', '.join(served)} is.", "model")
+        return JSONResponse(served[name])
 
     async def health(request: Request) -> Response:
         """Whether the process is worth keeping; the log says why not."""
@@ -106,6 +113,8 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
         tokens = Tokens(service)
         answers["/v1/responses"] = Responses(service).create
         answers |= {"/v1/messages": Messages(service).create, "/v1/messages/count_tokens": Messages(service).count}
+        loader = AdapterRoutes(service)
+        answers |= {"/v1/load_lora_adapter": loader.load, "/v1/unload_lora_adapter": loader.unload}
         answers |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
     app = Starlette(
         routes=[

@@ -50,6 +50,7 @@ class Job:
       grammar: grammar of the answer, and the same once it is `compiled`.
       thinking: limits of the reasoning before that.
       barred: words that it must not have.
+      adapter: the name of the adapter that answers, or None.
       options: None: no token is computed.
       reply: the form of the answer.
       scored: most likely tokens at each place of the prompts; None: prompts are not scored.
@@ -69,6 +70,7 @@ class Job:
     usage: bool
     thinking: Thinking | None = None
     barred: Barred | None = None
+    adapter: str | None = None
     compiled: Grammar | Thinking | Barred | None = None
 
     def with_grammar(self, grammar: Grammar | None) -> Job:
@@ -331,6 +333,11 @@ class Jobs:
         if isinstance(body, schema.Completion) and body.echo:
             scores.append(body.logprobs)
         counts = [count for count in scores if count is not None]
+        adapter = None if body.model in (None, *self.settings.names) else body.model
+        if adapter is not None and counts:
+            raise HttpError(
+                400, "log probabilities of prompts are not computed with an adapter; leave them out.", "model"
+            )
         reply = Reply(
             kind,
             body.model or self.settings.name,
@@ -359,6 +366,7 @@ class Jobs:
             bool(body.stream),
             body.include_usage,
             barred=self._barred(body),
+            adapter=adapter,
         )
 
     def _barred(self, body: schema.Common) -> Barred | None:

@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from vishwamai.core.errors import DeviceError
+from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.inference.answers import Delta
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.server import schema
@@ -41,6 +41,11 @@ class Service:
         self.engine, self.settings, self.metrics = engine, settings, metrics
         self.jobs = Jobs(engine, settings)
         self.grammars = Compilation(engine.tokenizer, engine.programs.vocab, sorted(engine.end_tokens))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that are loaded."""
+        return () if self.engine.adapters is None else self.engine.adapters.names
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -72,7 +77,7 @@ class Service:
         return body
 
     def _check_model(self, name: str | None) -> None:
-        names = self.settings.names
+        names = (*self.settings.names, *self.adapters)
         if name is not None and name not in names:
             raise HttpError(
                 404, f"the model {name[:200]!r} is not served; this server has {', '.join(map(repr, names))}.", "model"
@@ -127,6 +132,7 @@ class Service:
             deadline=job.deadline,
             grammar=job.compiled,
             keep_special=job.keep_special,
+            adapter=job.adapter,
         )
         try:
             async for delta in stream:
@@ -142,6 +148,8 @@ class Service:
                 last[delta.choice] = now
                 record.new_tokens += len(delta.token_ids)
                 yield delta
+        except ShapeError as error:  # its adapter was unloaded meanwhile
+            raise HttpError(404, str(error), "model") from error
         except DeviceError as error:
             raise HttpError(503, str(error), retry_after=30) from error
         finally:

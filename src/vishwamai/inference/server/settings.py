@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 
@@ -25,6 +26,7 @@ class Settings:
       body_seconds: time from the headers of a request to the end of its body.
       max_bytes: size of all bodies that arrive at once.
       max_entries: log probabilities that an answer may have.
+      adapter_folder: whose folders clients may load as adapters; None: none.
       tool_parser: how calls are read, a name of `forms.FORMS`, or "none"; None: by the chat template.
       reasoning_parser: how reasoning is read, a name of `forms.THINKING`, or "none"; None: by the chat template.
       max_priority: the highest priority of a request; a higher one counts as this.
@@ -45,6 +47,7 @@ class Settings:
     max_entries: int = 2**20
     max_priority: float = 0.0
     aliases: tuple[str, ...] = ()
+    adapter_folder: Path | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
 

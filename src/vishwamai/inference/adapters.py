@@ -1,0 +1,145 @@
+"""The adapters of an engine: which are loaded, in which place, and for how many answers.
+
+All adapters have the same place in every matrix, so that loading one compiles nothing. An answer keeps the place of its
+adapter until it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.core.errors import ShapeError
+from vishwamai.models.adapters import AdapterSizes, Thin, read_adapter
+
+if TYPE_CHECKING:
+    from vishwamai.models import Decoder
+
+Matrices = dict[str, tuple[Any, Any]]
+
+
+@dataclasses.dataclass(eq=False)
+class Adapter:
+    """One that is loaded.
+
+    Attributes:
+      name: what requests call it.
+      place: its number among the places of the matrices.
+      root: of the digests of its pages of keys and values, which no other adapter has.
+      users: answers that compute with it, or wait.
+    """
+
+    name: str
+    place: int
+    root: bytes
+    users: int = 0
+
+
+class Adapters:
+    """Adapters by name; any thread may call it.
+
+    Args:
+      model: whose weights they adapt.
+      sizes: places.
+      change: takes the matrices of all adapters for the next steps.
+    """
+
+    def __init__(self, model: Decoder, sizes: AdapterSizes, change: Callable[[Matrices], None]):
+        if model.stacked:
+            raise ShapeError("Adapters: the model's layers are stacked; load it with `stacked=False`.")
+        self._config, self.sizes, self._change = model.config, sizes, change
+        self._lock = threading.Lock()
+        self._places: list[Adapter | None] = [None] * sizes.count
+        self._names: dict[str, Adapter] = {}
+        self._numbers = itertools.count(1)
+        self.matrices: Matrices = {
+            path: (jnp.zeros(down, model.dtype), jnp.zeros(up, model.dtype))
+            for path, (down, up) in sizes.shapes(model.config).items()
+        }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of those that are loaded."""
+        return tuple(self._names)
+
+    def load(self, name: str, directory: str | Path) -> None:
+        """Loads an adapter as peft writes it, in the place of one that was unloaded.
+
+        Raises:
+          ShapeError: the name is taken, no place is free, or the adapter does not fit the model.
+          UnsupportedError: as `read_adapter`.
+        """
+        adapter = read_adapter(directory, self._config)
+        rank = max(down.shape[1] for down, _ in adapter.values())
+        if rank > self.sizes.rank:
+            raise ShapeError(
+                f"{directory}: the adapter has rank {rank}; the server has room for {self.sizes.rank} "
+                "(--max-adapter-rank)."
+            )
+        with self._lock:
+            if name in self._names:
+                raise ShapeError(f"the adapter {name!r} is loaded already; unload it first.")
+            free = [i for i, entry in enumerate(self._places) if entry is None or self._gone(entry)]
+            if not free:
+                raise ShapeError(
+                    f"all {self.sizes.count} places of adapters are taken (--max-adapters); unload one, and wait for "
+                    "its answers."
+                )
+            entry = Adapter(name, free[0], b"adapter %d:" % next(self._numbers))
+            self.matrices = self._placed(adapter, entry.place)
+            self._change(self.matrices)
+            self._places[entry.place] = self._names[name] = entry
+
+    def unload(self, name: str) -> None:
+        """Forgets an adapter; answers that it computes go on to their end.
+
+        Raises:
+          ShapeError: none has that name.
+        """
+        with self._lock:
+            if self._names.pop(name, None) is None:
+                raise ShapeError(f"no adapter {name!r} is loaded; loaded are {', '.join(self._names) or 'none'}.")
+
+    def take(self, name: str, answers: int) -> Adapter:
+        """The adapter of a request, whose answers hold its place until `release`.
+
+        Raises:
+          ShapeError: none has that name.
+        """
+        with self._lock:
+            entry = self._names.get(name)
+            if entry is None:
+                raise ShapeError(f"no adapter {name!r} is loaded; loaded are {', '.join(self._names) or 'none'}.")
+            entry.users += answers
+            return entry
+
+    def release(self, adapter: Adapter, answers: int) -> None:
+        """Says that answers have ended."""
+        with self._lock:
+            adapter.users -= answers
+
+    def _gone(self, entry: Adapter) -> bool:
+        return not entry.users and self._names.get(entry.name) is not entry
+
+    def _placed(self, adapter: Mapping[tuple[int, str], Thin], place: int) -> Matrices:
+        """The matrices of all adapters with one of them in its place; a lower rank is filled up with zeros."""
+        first, rank = place * self.sizes.rank, self.sizes.rank
+        matrices: Matrices = {}
+        for path, (down, up) in self.matrices.items():
+            layer, name = path.split("/")
+            thin = adapter.get((int(layer), name))
+            a, b = np.zeros((down.shape[0], rank), np.float32), np.zeros((rank, up.shape[1]), np.float32)
+            if thin is not None:
+                a[:, : thin[0].shape[1]], b[: thin[1].shape[0]] = thin
+            matrices[path] = (
+                down.at[:, first : first + rank].set(a.astype(down.dtype)),
+                up.at[first : first + rank].set(b.astype(up.dtype)),
+            )
+        return matrices

@@ -1,0 +1,187 @@
+"""Adapters of a served decoder: LoRA in the form of the library peft, several of them next to one model.
+
+A weight W of a product becomes `x W + ((x A) * own) B`: A and B hold the matrices of all adapters side by side, and
+`own` keeps each token's columns. So tokens of several adapters, and of none, share two products. Hu et al., "LoRA"
+(2021).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.weight import Weight
+from vishwamai.models.blocks import linear
+from vishwamai.models.config import ModelConfig
+from vishwamai.models.shards import read_header
+from vishwamai.models.tensors import Piece, piece
+from vishwamai.models.values import read_json
+
+if TYPE_CHECKING:
+    from vishwamai.models.decoder import Decoder
+
+TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+"""Products of a layer that may have an adapter."""
+
+_PLAIN: Mapping[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "modules_to_save": None,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "layer_replication": None,
+    "trainable_token_indices": None,
+}
+"""What the settings of an adapter that is served say, where they say it."""
+
+Thin = tuple[np.ndarray, np.ndarray]
+"""`[in, rank]`, and `[rank, out]` with the scale in it; float32."""
+
+
+def read_adapter(directory: str | Path, config: ModelConfig) -> dict[tuple[int, str], Thin]:
+    """The matrices of an adapter by layer and parameter: `adapter_config.json` and `adapter_model.safetensors`.
+
+    Args:
+      directory: as peft writes it.
+      config: of the model that it adapts.
+
+    Raises:
+      ShapeError: a file is missing or damaged, or does not fit the model.
+      UnsupportedError: it is not LoRA of the layers' products alone.
+    """
+    settings_path, path = Path(directory) / "adapter_config.json", Path(directory) / "adapter_model.safetensors"
+    for file in (settings_path, path):
+        if not file.is_file():
+            raise ShapeError(f"{file}: the file is missing; expected an adapter as the library peft writes it.")
+    settings = read_json(settings_path)
+    for key, plain in _PLAIN.items():
+        if settings.get(key, plain) not in (plain, None, [] if plain is None else plain):
+            raise UnsupportedError(
+                f"{settings_path}: `{key}` is {settings[key]!r:.100}; adapters with {plain!r} are served. Merge it "
+                "into the model instead."
+            )
+    tensors = read_header(path)
+    places = _places(config)
+    adapter: dict[tuple[int, str], Thin] = {}
+    used: set[str] = set()
+    for (layer, name), (where, shape) in places.items():
+        module = where.tensors[0].removesuffix(".weight")
+        names = [f"base_model.model.{module}.lora_{half}.weight" for half in "AB"]
+        if names[0] not in tensors and names[1] not in tensors:
+            continue
+        if not all(half in tensors for half in names):
+            raise ShapeError(f"{path}: it has one of `{names[0]}` and `{names[1]}`; expected both.")
+        down, up = (np.asarray(tensors[half].read()).astype(np.float32) for half in names)
+        used.update(names)
+        rank, stored = down.shape[0], where.shape(shape)
+        if down.shape != (rank, stored[1]) or up.shape != (stored[0], rank):
+            raise ShapeError(
+                f"{path}: `{module}` has matrices of shapes {list(down.shape)} and {list(up.shape)}; the model's "
+                f"weight has {list(stored)}."
+            )
+        rows = where.index((slice(None), slice(None)), shape)[0]
+        adapter[layer, name] = down.T, _scale(settings, module, rank, settings_path) * up[rows].T
+    unread = sorted(tensors.keys() - used)
+    if unread or not adapter:
+        raise UnsupportedError(
+            f"{path}: {f'`{unread[0]}` is not a matrix' if unread else 'it has no matrices'} of the products "
+            f"{', '.join(TARGETS)} of this model's {config.num_layers} layers, which alone may have adapters."
+        )
+    return adapter
+
+
+def _places(config: ModelConfig) -> dict[tuple[int, str], tuple[Piece, tuple[int, ...]]]:
+    """Where the products that may have an adapter lie in a checkpoint, and their shapes `[in, out]`."""
+    return {
+        (layer, name): (piece(config, name, parameter, layer), parameter.shape)
+        for layer, kind in enumerate(config.layers)
+        for name, parameter in kind.parameters(config).items()
+        if name in TARGETS and parameter.matrix and len(parameter.shape) == 2
+    }
+
+
+def _scale(settings: Mapping[str, Any], module: str, rank: int, path: Path) -> float:
+    patterns = settings.get("alpha_pattern")
+    entries = patterns.items() if isinstance(patterns, Mapping) else ()
+    try:
+        alpha = next((value for key, value in entries if re.match(rf"(.*\.)?({key})$", module)), None)
+    except re.error as error:
+        raise ShapeError(f"{path}: a key of `alpha_pattern` is not a regular expression ({error}).") from error
+    alpha = settings.get("lora_alpha") if alpha is None else alpha
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+        raise ShapeError(f"{path}: `lora_alpha` is {alpha!r:.100}; expected a number.")
+    return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptedWeight(Weight):
+    """A weight with the matrices of several adapters.
+
+    Attributes:
+      weight: `[in, out]`: an array, or one that is quantized or packed.
+      down: `[in, columns]`, of all adapters. up: `[columns, out]`.
+      own: `[tokens, columns]`, 1 where a column is of the token's adapter, and 0 elsewhere.
+    """
+
+    weight: Any
+    down: Any
+    up: Any
+    own: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.weight.dtype
+
+    def product(self, x: Any, out_dtype: Any) -> Any:
+        base = linear(x, self.weight, out_dtype=jnp.float32)
+        thin = linear(x, self.down) * self.own.astype(x.dtype)
+        return (base + linear(thin, self.up, out_dtype=jnp.float32)).astype(out_dtype)
+
+    def grouped(self, x: Any, group_sizes: Any) -> Any:
+        raise UnsupportedError("AdaptedWeight: experts have no adapters; leave them out of the adapter.")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterSizes:
+    """How many adapters are loaded at once, and the highest rank of one."""
+
+    count: int
+    rank: int
+
+    def shapes(self, config: ModelConfig) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+        """The shapes of `down` and `up` of all adapters, by "layer/parameter"."""
+        columns = self.count * self.rank
+        return {
+            f"{layer}/{name}": ((shape[0], columns), (columns, shape[1]))
+            for (layer, name), (_, shape) in _places(config).items()
+        }
+
+    def bytes(self, config: ModelConfig, itemsize: int) -> int:
+        """Of the matrices of all adapters."""
+        return itemsize * sum(a * b for pair in self.shapes(config).values() for a, b in pair)
+
+    def own(self, slots: Any) -> Any:
+        """`[tokens, columns]` of the number of each token's adapter, -1 for none; see `AdaptedWeight`."""
+        return slots[:, None] == jnp.arange(self.count * self.rank, dtype=jnp.int32) // self.rank
+
+
+def adapt(model: Decoder, matrices: Mapping[str, tuple[Any, Any]], own: Any) -> None:
+    """Puts the matrices of adapters next to the weights of a decoder, in place; its layers are not stacked."""
+    for path, (down, up) in matrices.items():
+        layer, name = path.split("/")
+        variable = getattr(model.layers[int(layer)], name)
+        variable.set_value(AdaptedWeight(variable.get_value(), down, up, own))
