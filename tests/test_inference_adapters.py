@@ -117,6 +117,11 @@ def test_places_are_used_again_and_nothing_is_compiled(folder):
     engine.load_adapter("two", folder / "b")
 
 
+def _plain(weight: Any) -> Any:
+    weight = weight.unpack() if hasattr(weight, "unpack") else weight
+    return weight.dequantize() if hasattr(weight, "dequantize") else weight
+
+
 def test_quantized_bases_have_adapters(folder):
     draw = np.random.default_rng(0)
     weight, x = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((32, 48), (1, 5, 32)))
@@ -127,8 +132,7 @@ def test_quantized_bases_have_adapters(folder):
         pack_weight(quantize(weight, "int8", axis=-2)),
         pack_weight(weight),
     ):
-        plain = base if not hasattr(base, "unpack") else base.unpack()
-        plain = plain.dequantize() if hasattr(plain, "dequantize") else plain
+        plain = _plain(base)
         adapted = AdaptedWeight(base, down, up, own)
         got = adapted.product(x, jnp.float32)[0]
         for i, slot in enumerate([0, 1, -1, 1, 0]):

@@ -263,7 +263,7 @@ class Engine:
             deltas |= {(i, choice): [] for choice in range(request_options.n)}
             requests.append(Request(self.encode(prompt), request_options, partial(sink, i)))
             self.check(requests[-1].prompt, request_options)
-        with self._held(requests, names):
+        with self._with_adapters(requests, names):
             for request in requests:
                 self.submit(request)
             for _ in deltas:
@@ -318,7 +318,7 @@ class Engine:
         for request in requests:
             self.check(request.prompt, options)
         left = options.n * len(requests)
-        with self._held(requests, [adapter] * len(requests)):
+        with self._with_adapters(requests, [adapter] * len(requests)):
             for request in requests:
                 self.submit(request)
             try:
@@ -332,7 +332,7 @@ class Engine:
                         self.cancel(request)
 
     @contextlib.contextmanager
-    def _held(self, requests: Sequence[Request], names: Sequence[str | None]) -> Iterator[None]:
+    def _with_adapters(self, requests: Sequence[Request], names: Sequence[str | None]) -> Iterator[None]:
         """Gives requests their adapters, whose places stay as they are for so long."""
         holders = contextlib.ExitStack()
         with holders:
