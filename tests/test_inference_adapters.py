@@ -126,14 +126,14 @@ def test_quantized_bases_have_adapters(folder):
     draw = np.random.default_rng(0)
     weight, x = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((32, 48), (1, 5, 32)))
     down, up = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((32, 8), (8, 48)))
-    own = AdapterSizes(2, 4).own(jnp.asarray([0, 1, -1, 1, 0]))
+    chosen = AdapterSizes(2, 4).choice(jnp.asarray([0, 1, -1, 1, 0]))
     for base in (
         quantize(weight, "int8", axis=-2),
         pack_weight(quantize(weight, "int8", axis=-2)),
         pack_weight(weight),
     ):
         plain = _plain(base)
-        adapted = AdaptedWeight(base, down, up, own)
+        adapted = AdaptedWeight(base, down, up, chosen)
         got = adapted.product(x, jnp.float32)[0]
         for i, slot in enumerate([0, 1, -1, 1, 0]):
             rows = slice(4 * slot, 4 * slot + 4) if slot >= 0 else slice(0)

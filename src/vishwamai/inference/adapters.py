@@ -30,9 +30,9 @@ class Adapter:
     """One that is loaded.
 
     Attributes:
-      name: what requests call it.
+      name: the name that requests send.
       place: its number among the places of the matrices.
-      root: of the digests of its pages of keys and values, which no other adapter has.
+      root: bytes before the digests of its pages of keys and values, which no other adapter has.
       users: answers that compute with it, or wait.
     """
 

@@ -102,7 +102,7 @@ def _forward(
     """Logits `[rows, vocab]` of the step's tokens at `rows`, and the pages; a draft's get the same tokens."""
     batch = PagedBatch(kv_lens, table, cu_q_lens, shape.longest, lengths, windows)
     if sizes is not None:
-        adapt(model, matrices, sizes.own(adapters[batch.sequences(shape.tokens)]))
+        adapt(model, matrices, sizes.choice(adapters[batch.sequences(shape.tokens)]))
     tokens = history[slots[batch.sequences(shape.tokens)], batch.positions(shape.tokens)]
     hidden, pages = model.step(tokens, pages, batch)
     if draft is not None:
@@ -202,7 +202,7 @@ class Programs:
       sizes: places of adapters, or None for none.
 
     Attributes:
-      matrices: of the adapters (`adapters.Adapters`), for the next steps.
+      matrices: the pairs of `adapters.Adapters`, for the next steps.
       compiled, total: programs that are compiled, and all that may be.
       from_cache: number of them that an earlier start compiled, on the CPU.
     """

@@ -1,7 +1,7 @@
 """Adapters of a served decoder: LoRA in the form of the library peft, several of them next to one model.
 
-A weight W of a product becomes `x W + ((x A) * own) B`: A and B hold the matrices of all adapters side by side, and
-`own` keeps each token's columns. So tokens of several adapters, and of none, share two products. Hu et al., "LoRA"
+A weight W of a product becomes `x W + ((x A) * chosen) B`: A and B hold the matrices of all adapters side by side, and
+`chosen` keeps each token's columns. So tokens of several adapters, and of none, share two products. Hu et al., "LoRA"
 (2021).
 """
 
@@ -51,8 +51,8 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> dict[tuple[int, 
     """The matrices of an adapter by layer and parameter: `adapter_config.json` and `adapter_model.safetensors`.
 
     Args:
-      directory: as peft writes it.
-      config: of the model that it adapts.
+      directory: folder that peft wrote.
+      config: the model that it adapts.
 
     Raises:
       ShapeError: a file is missing or damaged, or does not fit the model.
@@ -130,13 +130,13 @@ class AdaptedWeight(Weight):
     Attributes:
       weight: `[in, out]`: an array, or one that is quantized or packed.
       down: `[in, columns]`, of all adapters. up: `[columns, out]`.
-      own: `[tokens, columns]`, 1 where a column is of the token's adapter, and 0 elsewhere.
+      chosen: `[tokens, columns]`, 1 where a column is of the token's adapter, and 0 elsewhere.
     """
 
     weight: Any
     down: Any
     up: Any
-    own: Any
+    chosen: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class AdaptedWeight(Weight):
 
     def product(self, x: Any, out_dtype: Any) -> Any:
         base = linear(x, self.weight, out_dtype=jnp.float32)
-        thin = linear(x, self.down) * self.own.astype(x.dtype)
+        thin = linear(x, self.down) * self.chosen.astype(x.dtype)
         return (base + linear(thin, self.up, out_dtype=jnp.float32)).astype(out_dtype)
 
     def grouped(self, x: Any, group_sizes: Any) -> Any:
@@ -174,14 +174,14 @@ class AdapterSizes:
         """Of the matrices of all adapters."""
         return itemsize * sum(a * b for pair in self.shapes(config).values() for a, b in pair)
 
-    def own(self, slots: Any) -> Any:
+    def choice(self, places: Any) -> Any:
         """`[tokens, columns]` of the number of each token's adapter, -1 for none; see `AdaptedWeight`."""
-        return slots[:, None] == jnp.arange(self.count * self.rank, dtype=jnp.int32) // self.rank
+        return places[:, None] == jnp.arange(self.count * self.rank, dtype=jnp.int32) // self.rank
 
 
-def adapt(model: Decoder, matrices: Mapping[str, tuple[Any, Any]], own: Any) -> None:
+def adapt(model: Decoder, matrices: Mapping[str, tuple[Any, Any]], chosen: Any) -> None:
     """Puts the matrices of adapters next to the weights of a decoder, in place; its layers are not stacked."""
     for path, (down, up) in matrices.items():
         layer, name = path.split("/")
         variable = getattr(model.layers[int(layer)], name)
-        variable.set_value(AdaptedWeight(variable.get_value(), down, up, own))
+        variable.set_value(AdaptedWeight(variable.get_value(), down, up, chosen))
