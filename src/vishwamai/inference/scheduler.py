@@ -32,7 +32,7 @@ class Stream:
       rank: its place in the order; `Scheduler.rank` makes it.
       deadline: when it ends unfinished, in the seconds of `schedule(now)`.
       synchronous: its next step needs the values of the last one's tokens (a grammar, or drafts).
-      root: before the digests of its pages; streams of another root do not share them.
+      root: bytes before the digests of its pages; streams of another root do not share them.
       leader: a stream of the same prompt and an earlier rank; while that one computes the prompt, this one waits, and
         then shares its pages.
     """
