@@ -44,7 +44,7 @@ def offset_seeds(seeds: jax.Array, rows: Any, columns: Any) -> jax.Array:
       seeds: uint32 `[..., 2]`.
       rows, columns: first row and column of the part; integers, or arrays without axes.
 
-    >>> part = moved(jnp.array([5, 6], jnp.uint32), 3, 2)
+    >>> part = offset_seeds(jnp.array([5, 6], jnp.uint32), 3, 2)
     >>> whole = keep_mask(*jnp.array([5, 6]), jnp.arange(9)[:, None], jnp.arange(9), 0.5)
     >>> bool((keep_mask(*part, jnp.arange(6)[:, None], jnp.arange(7), 0.5) == whole[3:, 2:]).all())
     True
