@@ -35,7 +35,7 @@ def lfm2_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             check_value("block_multiple_of", multiple, int, source, 1)
             inner = int(2 * inner / 3)
             if factor is not None:
-                check_value("block_ffn_dim_multiplier", factor, float, source, 0)
+                check_value("block_ffn_dim_multiplier", factor, float, source)
                 inner = multiple * -(-int(factor * inner) // multiple)
         result["intermediate_size"] = inner
     chosen, count = values.get("full_attn_idxs"), values.get("num_hidden_layers")
