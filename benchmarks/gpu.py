@@ -418,6 +418,15 @@ def show(row: Row) -> str:
     return f"{head} {row.ms:.4f} | {row.tflops:.2f} | {row.tbs:.2f} | {100 * (row.share or 0):.1f} % |"
 
 
+def on_gpus(names: list[str] | None) -> list[Operation]:
+    """The operations of these names (None for all) that have a Triton kernel; the others are named in a line."""
+    operations = chosen(names)
+    missing = [operation.name for operation in operations if not operation.has_kernel("cuda")]
+    if missing:
+        print(f"without a Triton kernel, not measured: {', '.join(missing)}\n")
+    return [operation for operation in operations if operation.name not in missing]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", type=lambda text: text.split(","), help=f"of {', '.join(operations())}; default: all")
@@ -442,12 +451,13 @@ def main(arguments: list[str] | None = None) -> int:
     with triton_serves() if options.dry else contextlib.nullcontext():
         place = "dry: the times mean nothing" if options.dry else torch.cuda.get_device_name()
         print(f"{place}, torch {torch.__version__}")
+        served = on_gpus(options.ops)
         if options.tune:
             # Times of the interpreter mean nothing, so they go where no call looks.
             scratch = pathlib.Path(tempfile.mkdtemp()) if options.dry else None
             timer = (lambda run: sample(run, 1)) if options.dry else gpu_timer(options.rounds)
             print("| operation | case | ms before | ms after | trials | tiles |\n|---|---|--:|--:|--:|---|")
-            for operation in chosen(options.ops):
+            for operation in served:
                 for this in comparisons(operation, options.dry):
                     tune(this, timer, options.budget, scratch)
             return 0
@@ -455,7 +465,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"ceilings: cuBLAS bfloat16 {limits[0] * 1e-12:.1f} TFLOP/s, copy {limits[1] * 1e-12:.2f} TB/s\n")
         print("| operation | case | contestant | error | ms | TFLOP/s | TB/s | of the ceiling |")
         print("|---|---|---|--:|--:|--:|--:|--:|")
-        everything = [this for operation in chosen(options.ops) for this in comparisons(operation, options.dry)]
+        everything = [this for operation in served for this in comparisons(operation, options.dry)]
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory:
             if options.dry:
                 ready = {key_of(this): prepared(this, directory) for this in everything}

@@ -25,7 +25,11 @@ pytestmark = [
     pytest.mark.interpreter,
     pytest.mark.skipif(not contract.TRITON, reason="needs a process of its own: make test-gpu"),
 ]
-OPERATIONS = {name for name, op in operations().items() if op.facts.small.call.__module__.startswith("vishwamai.")}
+OPERATIONS = {
+    name
+    for name, op in operations().items()
+    if op.has_kernel("cuda") and op.facts.small.call.__module__.startswith("vishwamai.")
+}
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ class Operation:
         """The implementation that serves every legal spec on every platform."""
         return self.op.implementations[-1]
 
+    def has_kernel(self, platform: str) -> bool:
+        """Whether an implementation is for one platform: "tpu", "cuda" or "cpu"."""
+        return any(implementation.platform == platform for implementation in self.op.implementations)
+
     def tagged(self, tag: str) -> tuple[Case, ...]:
         """The cases that have a tag: "contract", "model"."""
         return tuple(case for case in self.cases if tag in case.tags)
