@@ -186,7 +186,7 @@ def test_resume_needs_the_same_run(small_norm, monkeypatch, capsys, tmp_path):
     command = ["bench", "--no-model", "--target", "none", *where, "--resume"]
     assert main(command) == 2 and "there is no" in capsys.readouterr().err
     path.write_text("{}")
-    assert main(command) == 2 and "no report to go on with" in capsys.readouterr().err
+    assert main(command) == 2 and "is not a report to go on with" in capsys.readouterr().err
     assert main(command[:-1]) == 0
     saved = json.loads(path.read_text())
     path.write_text(json.dumps({**saved, "selection": "all", "versions": {}}))

@@ -112,6 +112,15 @@ SYMBOLIC = {
         (lambda x, starts: vm.flash_attention_varlen(x, x, x, starts, starts, 8, 8), "n, 2, 16", "i: b + 1"),
         (lambda x, lse: vm.merge_attention([x, x], [lse, lse])[0], "b, 2, t, 16", "b, 2, t"),
     ],
+    "causal_conv1d": [
+        (lambda x: vm.causal_conv1d(x, DOWN[0, :16, :4], activation="silu"), "b, t, 16"),
+        (lambda x, ids: vm.causal_conv1d(x, DOWN[0, :16, :4], segment_ids=ids), "b, t, 16", "i: b, t"),
+    ],
+    "gated_delta_rule": [
+        (lambda x, decay: vm.gated_delta_rule(0.1 * x, 0.1 * x, x, -(decay**2)), "b, 2, 8, 16", "b, 2, 8"),
+        (lambda x: vm.linear_attention(x, x, x), "b, 2, 8, 16"),
+        (lambda x, dt: vm.state_space(x, dt**2, -jnp.ones(2), x, x), "b, 2, 8, 16", "b, 2, 8"),
+    ],
     "rope": [(vm.apply_rope, "b, 2, t, 16"), (vm.apply_rope, "b, 2, t, 16", "i: b, t")],
     "gated_linear_unit": [
         (lambda x: vm.gated_linear_unit(x, (WEIGHT, WEIGHT)), "b, t, 16"),

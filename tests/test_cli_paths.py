@@ -14,7 +14,13 @@ from vishwamai.measure import machine_peaks
 
 READ = {
     *(("generate", "directory"), ("generate", "draft_model"), ("generate", "chat")),
-    *(("serve", "directory"), ("serve", "draft_model"), ("serve", "encoder"), ("serve", "api_key_file")),
+    *(
+        ("serve", "directory"),
+        ("serve", "draft_model"),
+        ("serve", "encoder"),
+        ("serve", "api_key_file"),
+        ("serve", "adapter_folder"),
+    ),
     *(("calibrate", "use"), ("calibrate", "show")),
 }
 """Paths that are read."""

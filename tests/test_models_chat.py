@@ -273,7 +273,7 @@ def test_a_template_is_tried_when_a_server_starts(monkeypatch: pytest.MonkeyPatc
 
     tokenizer = Tokenizer(encoder(), ChatTemplate("{{ raise_exception('no chats') }}", "chat.jinja"))
     lines: list[str] = []
-    monkeypatch.setattr(model, "plan", lambda arguments: types.SimpleNamespace(tokenizer=tokenizer))
+    monkeypatch.setattr(model, "plan", lambda arguments, adapters: types.SimpleNamespace(tokenizer=tokenizer))
     monkeypatch.setattr(model, "say", lines.append)
     monkeypatch.setattr(model, "load", lambda *args: (_ for _ in ()).throw(InterruptedError))
     options = {
@@ -283,6 +283,10 @@ def test_a_template_is_tried_when_a_server_starts(monkeypatch: pytest.MonkeyPatc
         "pooling": None,
         "optimization": None,
         "mesh": None,
+        "adapter": [],
+        "max_adapters": None,
+        "max_adapter_rank": 16,
+        "adapter_folder": None,
     }
     with pytest.raises(InterruptedError):
         serve._models(argparse.Namespace(**options, compile="lazy"))

@@ -222,7 +222,7 @@ def test_errors_name_what_is_wrong():
         ("not products of bytes", lambda: pack_weight(weight_of("fp8", 32, 64, 40), activations="int8")),
         ("axis -1 of it", lambda: pack_weight(good, transpose=True)),
         ("'exact'", lambda: pack_weight(good, activations="int4")),
-        ("no QTensor", lambda: pack_weight(jnp.ones((4, 4)), activations="exact")),
+        ("not a QTensor", lambda: pack_weight(jnp.ones((4, 4)), activations="exact")),
         ("whose panels serve all", lambda: pack_weight(good, isa="avx2")),
         ("two of one shape", lambda: gated_linear_unit(jnp.ones((2, 64)), (packed, other))),
         ("two PackedQTensors", lambda: gated_linear_unit(jnp.ones((2, 64)), (packed, jnp.ones((64, 40))))),

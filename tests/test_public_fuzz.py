@@ -19,7 +19,7 @@ RESULTS = {  # classes that users are given, and do not make
 }  # fmt: skip
 RESULTS |= {
     "Change", "Diagnosis", "Level", "LiveArray", "PeakMemory", "Program", "ProgramMemory", "StepTime",
-    "Answer", "Delta", "Embedder", "Load", "Request",
+    "Answer", "Delta", "Embedder", "Load", "Request", "Settings",
     "Detokenizer", "GenerationConfig", "LayerKind", "ModelConfig", "PagedBatch", "Rope", "SentenceEncoder", "Tokenizer",
 }  # fmt: skip
 RESULTS |= {"Decoder", "Attention", "LayerNorm", "Linear", "RMSNorm"}  # their constructors are Flax's

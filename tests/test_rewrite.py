@@ -256,7 +256,7 @@ def read_twice(q, k, v):
     [
         (lambda q, k, v: output(jax.nn.softmax(scores(q, k), axis=-2), v), "sums over another axis"),
         (lambda q, k, v: output(jax.nn.softmax(scores(q, k), axis=(-1, -2)), v), "over 2 axes"),
-        (lambda q, k, v: output(jax.nn.softmax(scores(q, k) * q[0, 0, 0, 0]), v), "no constant of the program"),
+        (lambda q, k, v: output(jax.nn.softmax(scores(q, k) * q[0, 0, 0, 0]), v), "not a constant of the program"),
         (lambda q, k, v: output(jax.nn.softmax(jnp.sin(scores(q, k))), v), "`sin` is between the product"),
         (dropped, "`select_n` is between the softmax and the product"),
         (read_twice, "the weights are used elsewhere"),

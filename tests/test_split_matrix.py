@@ -386,7 +386,48 @@ def pages() -> dict[str, Subject]:
     }
 
 
-SUBJECTS = products() | rows() | attention() | losses_and_experts() | pages()
+def states() -> dict[str, Subject]:
+    def conv(x: Any, weight: Any) -> Any:
+        return vishwamai.causal_conv1d(x, weight, activation="silu")
+
+    def delta(query: Any, key: Any, value: Any, decay: Any, beta: Any) -> Any:
+        return vishwamai.gated_delta_rule(query, key, value, -(decay**2), beta)
+
+    def linear(query: Any, key: Any, value: Any, decay: Any) -> Any:
+        return vishwamai.linear_attention(query, key, value, -(decay**2))
+
+    def space(x: Any, dt: Any, a: Any, b: Any, c: Any) -> Any:
+        return vishwamai.state_space(x, dt**2, -(a**2), b, c)
+
+    heads = {"query": normal(8, 8, 6, 8, scale=0.3), "key": normal(1, 8, 8, 6, 8, scale=0.3)[0]}
+    heads |= {"value": normal(8, 8, 6, 16), "decay": normal(8, 8, 6), "beta": normal(1, 8, 8, 6, scale=0.5)[0]}
+    fixed = {n: x for n, x in heads.items() if n != "beta"}
+    mamba = {"x": normal(8, 8, 6, 8), "dt": normal(8, 8, 6), "a": normal(8), "b": normal(8, 8, 6, 4)}
+    mamba["c"] = normal(1, 8, 8, 6, 4)[0]
+    rows = {"x": normal(8, 6, 16), "weight": normal(16, 4)}
+    channels = Split({"x": SEQUENCE, "weight": ROWS}, SEQUENCE, conv)
+    split = Split(dict.fromkeys(("x", "dt", "b", "c"), HEADS) | {"a": ROWS}, HEADS, space)
+    return {
+        "causal_conv1d": Subject("causal_conv1d", conv, rows, {"data": along(ROWS, conv, "x"), "channels": channels}),
+        "gated_delta_rule": Subject(
+            "gated_delta_rule",
+            delta,
+            heads,
+            {"data": along(ROWS, delta, *heads), "heads": along(HEADS, delta, *heads)},
+        ),
+        "linear_attention": Subject(
+            "linear_attention",
+            linear,
+            fixed,
+            {"data": along(ROWS, linear, *fixed), "heads": along(HEADS, linear, *fixed)},
+        ),
+        "state_space": Subject(
+            "state_space", space, mamba, {"data": along(ROWS, space, "x", "dt", "b", "c"), "heads": split}
+        ),
+    }
+
+
+SUBJECTS = products() | rows() | attention() | losses_and_experts() | pages() | states()
 WITHOUT_GRADIENTS = ("ragged_paged_attention", "update_pages")
 MATRIX = [
     (name, split, mode)

@@ -26,4 +26,5 @@ def segment_numbers(segment_ids: jax.Array) -> jax.Array:
     [[0, 0, 1, 2]]
     """
     changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-    return jnp.pad(jnp.cumsum(changes, axis=-1, dtype=jnp.int32), ((0, 0), (1, 0)))[..., : segment_ids.shape[-1]]
+    # Padded before the sum: a size that is a symbol is at least 1, and one less may be 0.
+    return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0)))[..., : segment_ids.shape[-1]], axis=-1, dtype=jnp.int32)

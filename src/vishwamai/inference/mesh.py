@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig
@@ -55,6 +56,7 @@ def serving_mesh(axes: str | Mapping[str, int]) -> Mesh:
     return make_mesh(sizes, devices=devices[:count] if count > 0 else devices)
 
 
+@checked
 def serving_rules(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, str]:
     """The mesh axis of each logical axis of the parameters, as `from_pretrained` takes them.
 
@@ -71,6 +73,8 @@ def serving_rules(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, st
     >>> serving_rules(config, {"tensor": 2})
     {'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor'}
     """
+    if not isinstance(sizes, Mapping) or not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise ShapeError(f"`sizes` is {described(sizes)}; pass the mesh's axes and their sizes (`mesh.shape`).")
     units = split_units(config)
     counts = {TENSOR: {name: units[name] for name in ("heads", "kv_heads", "mlp") if name in units}}
     counts[EXPERT] = {name: units[name] for name in ("experts",) if name in units}
