@@ -19,13 +19,13 @@ RESULTS = {  # classes that users are given, and do not make
 }  # fmt: skip
 RESULTS |= {
     "Change", "Diagnosis", "Level", "LiveArray", "PeakMemory", "Program", "ProgramMemory", "StepTime",
-    "Answer", "Delta", "Embedder", "Load", "Request", "Settings",
+    "Answer", "Delta", "Embedder", "Load", "Plan", "Request", "Settings",
     "Detokenizer", "GenerationConfig", "LayerKind", "ModelConfig", "PagedBatch", "Rope", "SentenceEncoder", "Tokenizer",
 }  # fmt: skip
 RESULTS |= {"Decoder", "Attention", "LayerNorm", "Linear", "RMSNorm"}  # their constructors are Flax's
 NOTHING_TO_PASS = {"current_config", "has_libtpu", "registered", "versions"}
 
-SLOW = {"Engine"}  # many odd values are legal, and each of those compiles programs
+SLOW = {"Engine", "plan_training"}  # many odd values are legal, and each of those compiles programs
 
 LONG_ALONE = SLOW | {
     "FP8Optimizer",

@@ -36,9 +36,10 @@ def model_cases() -> Iterator[Case]:
 
 
 def candidates() -> Iterator[Case]:
-    """The shapes of real models, of every operation; nothing is traced."""
+    """The shapes of real models, of every operation with a Triton kernel; nothing is traced."""
     for operation in catalogue.operations().values():
-        yield from (case for case in operation.cases if "model" in case.tags)
+        if operation.has_kernel("cuda"):
+            yield from operation.tagged("model")
 
 
 def is_served(case: Case) -> bool:

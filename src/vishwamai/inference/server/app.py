@@ -18,6 +18,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vishwamai.core.arguments import described
+from vishwamai.core.errors import ShapeError
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.server.adapter_routes import AdapterRoutes
 from vishwamai.inference.server.errors import HttpError, error_response
@@ -43,7 +45,20 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
       engine: compiled; the application starts its loop, and stops it at its end. None: embeddings alone are served.
       settings: names and limits.
       embed: the encoder of /v1/embeddings, or None: an error says that there is none.
+
+    Raises:
+      ShapeError: an argument is not of its type.
+
+    >>> from vishwamai.inference import Settings
+    >>> make_app(None, Settings("tiny")).url_path_for("health")
+    '/health'
     """
+    if engine is not None and not isinstance(engine, Engine):
+        raise ShapeError(f"make_app: `engine` is {described(engine)}; pass an Engine, or None to serve embeddings.")
+    if not isinstance(settings, Settings):
+        raise ShapeError(f"make_app: `settings` is {described(settings)}; pass a Settings.")
+    if embed is not None and not callable(embed):
+        raise ShapeError(f"make_app: `embed` is {described(embed)}; pass a function of texts, or None.")
     metrics = Metrics(engine)
     encoder_name = settings.encoder or settings.name
     vectors = Vectors(embed, encoder_name, settings)
