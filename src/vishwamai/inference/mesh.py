@@ -73,7 +73,7 @@ def serving_rules(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, st
     >>> serving_rules(config, {"tensor": 2})
     {'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor'}
     """
-    if not isinstance(sizes, Mapping) or not all(type(size) is int and size > 0 for size in sizes.values()):
+    if not all(type(size) is int and size > 0 for size in sizes.values()):
         raise ShapeError(f"`sizes` is {described(sizes)}; pass the mesh's axes and their sizes (`mesh.shape`).")
     units = split_units(config)
     counts = {TENSOR: {name: units[name] for name in ("heads", "kv_heads", "mlp") if name in units}}

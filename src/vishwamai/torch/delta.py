@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vishwamai.ops.delta.api import DELTA
-from vishwamai.ops.delta.spec import SIGNATURE, Outputs, check_rank, check_state_space, describe
+from vishwamai.ops.delta.spec import SIGNATURE, Outputs, check_state_space, describe, with_channels
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 
@@ -27,12 +27,10 @@ _delta = TorchOperator(
 )
 
 
-def _with_channels(function: str, decay: Tensor | None) -> Tensor | None:
-    """A decay with an axis of channels, 1 where they share it."""
-    if decay is None:
-        return None
-    check_rank(function, "decay", decay.dim())
-    return decay[..., None] if decay.dim() == 3 else decay
+def _call(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """The results for the operands and what `describe` takes, the last of it `return_state`."""
+    y, state = _delta(*arguments)
+    return (y, state) if arguments[-1] else y
 
 
 @checked
@@ -57,9 +55,8 @@ def gated_delta_rule(
     tensor([5., 7., 9.])
     """
     name = "gated_delta_rule"
-    tensors = value, query, key, _with_channels(name, decay), beta, None, initial_state, segment_ids
-    y, state = _delta(*tensors, name, scale, True, return_state)
-    return (y, state) if return_state else y
+    tensors = value, query, key, with_channels(name, decay), beta, None, initial_state, segment_ids
+    return _call(*tensors, name, scale, True, return_state)
 
 
 @checked
@@ -82,9 +79,8 @@ def linear_attention(
     tensor([1., 2., 3.])
     """
     name = "linear_attention"
-    tensors = value, query, key, _with_channels(name, decay), None, None, initial_state, segment_ids
-    y, state = _delta(*tensors, name, scale, False, return_state)
-    return (y, state) if return_state else y
+    tensors = value, query, key, with_channels(name, decay), None, None, initial_state, segment_ids
+    return _call(*tensors, name, scale, False, return_state)
 
 
 @checked
@@ -111,5 +107,4 @@ def state_space(
     check_state_space(x, dt, A, B, C, D, initial_state, segment_ids)
     wide = torch.promote_types(dt.dtype, torch.float32)
     decay = (dt.to(wide) * A.to(wide)[:, None])[..., None]
-    y, state = _delta(x, C, B, decay, dt, D, initial_state, segment_ids, name, 1.0, False, return_state)
-    return (y, state) if return_state else y
+    return _call(x, C, B, decay, dt, D, initial_state, segment_ids, name, 1.0, False, return_state)

@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vishwamai.core.arguments import described
+from vishwamai.core.arguments import check_instances, checked, described
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.server.adapter_routes import AdapterRoutes
@@ -38,6 +38,7 @@ _PAGE_POLICY = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline
 _PAGE_POLICY += "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
 
+@checked
 def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = None) -> Starlette:
     """The ASGI application of a server.
 
@@ -53,10 +54,7 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
     >>> make_app(None, Settings("tiny")).url_path_for("health")
     '/health'
     """
-    if engine is not None and not isinstance(engine, Engine):
-        raise ShapeError(f"make_app: `engine` is {described(engine)}; pass an Engine, or None to serve embeddings.")
-    if not isinstance(settings, Settings):
-        raise ShapeError(f"make_app: `settings` is {described(settings)}; pass a Settings.")
+    check_instances("make_app", {"engine": Engine}, {"engine": engine})
     if embed is not None and not callable(embed):
         raise ShapeError(f"make_app: `embed` is {described(embed)}; pass a function of texts, or None.")
     metrics = Metrics(engine)

@@ -13,7 +13,7 @@ from vishwamai.core.signature import array_specs, as_arrays, public_call
 from vishwamai.core.spec import as_array
 from vishwamai.ops.delta.chunked import XLA_CHUNKED
 from vishwamai.ops.delta.reference import XLA
-from vishwamai.ops.delta.spec import SIGNATURE, DeltaSpec, Operands, check_rank, check_state_space, describe
+from vishwamai.ops.delta.spec import SIGNATURE, DeltaSpec, Operands, check_state_space, describe, with_channels
 from vishwamai.ops.delta.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
@@ -158,12 +158,8 @@ def state_space(
 
 
 def _with_channels(function: str, decay: Any) -> Any:
-    """A decay with an axis of channels, 1 where they share it."""
-    if decay is None:
-        return None
-    decay = as_array(function, "decay", decay)
-    check_rank(function, "decay", decay.ndim)
-    return decay[..., None] if decay.ndim == 3 else decay
+    """`with_channels` of what may become an array."""
+    return with_channels(function, None if decay is None else as_array(function, "decay", decay))
 
 
 def _call(

@@ -153,13 +153,20 @@ def describe(operands: Operands, function: str, scale: float | None, correction:
     return DeltaSpec(SIGNATURE.specs(operands), factor, correction, return_state)
 
 
-def check_rank(function: str, name: str, rank: int) -> None:
-    """Raises ShapeError where a decay is neither of heads nor of channels."""
-    if rank not in (3, 4):
+def with_channels(function: str, decay: Any) -> Any:
+    """A decay, of JAX or torch, with an axis of channels, 1 where they share it; None stays.
+
+    Raises:
+      ShapeError: it is neither of heads nor of channels.
+    """
+    if decay is None or decay.ndim == 4:
+        return decay
+    if decay.ndim != 3:
         raise ShapeError(
-            f"{function}: `{name}` has {rank} axes; pass [batch, heads, seq], or [batch, heads, seq, key_dim] for a "
-            "decay of each channel."
+            f"{function}: `decay` has {decay.ndim} axes; pass [batch, heads, seq], or [batch, heads, seq, key_dim] for "
+            "a decay of each channel."
         )
+    return decay[..., None]
 
 
 def check_state_space(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, initial_state: Any, segment_ids: Any) -> None:
