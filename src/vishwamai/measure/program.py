@@ -68,10 +68,20 @@ def measure_compiled(
             start = time.perf_counter()
             result = jax.block_until_ready(compiled(*arguments))
             samples.append(time.perf_counter() - start)
+    stats, total = compiled.memory_analysis(), program_bytes(compiled)
+    assert stats is not None and total is not None  # every backend of jax that compiles gives it
+    return Measured(result, statistics.median(samples), total, total - stats.temp_size_in_bytes)
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> int | None:
+    """Bytes of a device that a compiled program takes: operands, results and temporaries; None where the compiler does
+    not say.
+    """
     stats = compiled.memory_analysis()
-    assert stats is not None  # every backend of jax that compiles gives it
-    useful = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return Measured(result, statistics.median(samples), useful + stats.temp_size_in_bytes, useful)
+    if stats is None:
+        return None
+    arrays = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return arrays + stats.temp_size_in_bytes
 
 
 def measure_eager(run: Callable[[], Any], arguments: Any, *, repeats: int = 5) -> Measured:

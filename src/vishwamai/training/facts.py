@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 import vishwamai
 from vishwamai.core.numbers import human
+from vishwamai.measure.program import program_bytes
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.data import Corpus
 
@@ -111,21 +112,13 @@ def run_facts(
         epochs=config.steps * config.batch_size / max(rows, 1),
         compute_dtype=config.model.compute_dtype,
         param_dtype=config.model.param_dtype,
-        step_bytes=_bytes(compiled),
+        step_bytes=program_bytes(compiled),
         estimated_seconds=tokens * flops_per_token / rate if rate else None,
     )
 
 
 def _count(tree: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
-
-
-def _bytes(compiled: Any) -> int | None:
-    sizes = compiled.memory_analysis()
-    if sizes is None:
-        return None
-    arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return arrays + sizes.temp_size_in_bytes
 
 
 def _measured(dtype: str, size: int = 768) -> float:

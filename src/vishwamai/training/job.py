@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from vishwamai.core.config import local_platform
 from vishwamai.core.execute import only_for
 from vishwamai.core.hardware import tpu_for
+from vishwamai.measure.program import program_bytes
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.data import Batch, Corpus, prepare, training_batches
 from vishwamai.training.exported import export, files_next_to_weights
@@ -188,9 +189,9 @@ def _fitting_policy(program: TrainingProgram, corpus: Corpus, state: TrainState,
     first = layout.put_batch(next(iter(batches)))
 
     def needs(policy: str) -> int:
-        memory = jitted_step(program, policy).lower(state, first, frozen).compile().memory_analysis()
-        arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        return arrays + memory.temp_size_in_bytes
+        total = program_bytes(jitted_step(program, policy).lower(state, first, frozen).compile())
+        assert total is not None  # every backend of jax that compiles gives it
+        return total
 
     return fitting_policy(limit, needs)
 
