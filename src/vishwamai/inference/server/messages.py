@@ -276,15 +276,11 @@ class Messages:
         service = self._service
         service.check_room()
         body = service.checked(Body, await read_json(request, service.settings.max_body))
-        job = await run_in_threadpool(lambda: service.jobs.chat(as_chat(body)))
-        job = await service.compiled(request, job)
+        job = await service.prepared(request, lambda: service.jobs.chat(as_chat(body)))
         if job is None:
             return Response(status_code=499)  # nobody reads it
-        service.check_room(job.reply.choices)
-        record = record_of(request.scope)
-        record.prompt_tokens = sum(map(len, job.prompts))
         writer = Writer(job.reply.model, job.reply.usage())
-        events = self._events(job, writer, service.deltas(job, record))
+        events = self._events(job, writer, service.deltas(job, record_of(request.scope)))
         if body.stream:
             return StreamingResponse(event_lines(events, _error), media_type="text/event-stream")
         last = await unless_left(request, _last(events))

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -255,15 +254,11 @@ class Responses:
         """POST /v1/responses."""
         service = self._service
         body = service.checked(Body, await read_json(request, service.settings.max_body))
-        job = await run_in_threadpool(lambda: service.jobs.chat(as_chat(body)))
-        job = await service.compiled(request, job)
+        job = await service.prepared(request, lambda: service.jobs.chat(as_chat(body)))
         if job is None:
             return Response(status_code=499)  # nobody reads it
-        service.check_room(job.reply.choices)
-        record = record_of(request.scope)
-        record.prompt_tokens = sum(map(len, job.prompts))
         writer = Writer(body, job.reply.model, job.reply.usage())
-        events = self._events(job, writer, service.deltas(job, record))
+        events = self._events(job, writer, service.deltas(job, record_of(request.scope)))
         if body.stream:
             return StreamingResponse(event_lines(events), media_type="text/event-stream")
         last = await unless_left(request, _last(events))

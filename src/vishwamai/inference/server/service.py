@@ -58,10 +58,20 @@ class Service:
     async def _serve(self, request: Request, kind: type[schema.Common], make: Callable[[Any], Job]) -> Response:
         self.check_room()
         body = self.checked(kind, await read_json(request, self.settings.max_body))
-        job = await self.compiled(request, await run_in_threadpool(make, body))
+        job = await self.prepared(request, lambda: make(body))
         return Response(status_code=499) if job is None else await self._answer(request, job)
 
-    async def compiled(self, request: Request, job: Job) -> Job | None:
+    async def prepared(self, request: Request, make: Callable[[], Job]) -> Job | None:
+        """The job that `make` gives in a thread, its grammar compiled, once there is room for its answers; None where
+        the client left before.
+        """
+        job = await self._compiled(request, await run_in_threadpool(make))
+        if job is not None:
+            self.check_room(job.reply.choices)
+            record_of(request.scope).prompt_tokens = sum(map(len, job.prompts))
+        return job
+
+    async def _compiled(self, request: Request, job: Job) -> Job | None:
         """The job with its grammar compiled; None where the client left before."""
         if job.grammar is None:
             return job.with_grammar(None)
@@ -94,12 +104,9 @@ class Service:
             raise HttpError(429, f"{most} answers wait already; try again later.", retry_after=1)
 
     async def _answer(self, request: Request, job: Job) -> Response:
-        self.check_room(job.reply.choices)
-        record = record_of(request.scope)
-        record.prompt_tokens = sum(map(len, job.prompts))
         if job.scored is not None:
             job = await run_in_threadpool(self._scored, job)
-        deltas = self.deltas(job, record)
+        deltas = self.deltas(job, record_of(request.scope))
         if job.stream:
             return StreamingResponse(self._events(job, deltas), media_type="text/event-stream")
         parts = await unless_left(request, _all(deltas))
