@@ -241,9 +241,11 @@ def test_a_trial_ends_when_its_client_leaves(compiler):
             await task
         begin = time.monotonic()
         await compiler.grammar("regex", "b+")
-        return time.monotonic() - begin
+        while compiler._trials._waiting and time.monotonic() - begin < 60:  # `b+` does not wait for the end
+            await asyncio.sleep(0.05)
+        return compiler._trials._waiting
 
-    assert asyncio.run(leave()) < 8 and not compiler._trials._waiting
+    assert not asyncio.run(leave())
 
 
 def test_compiled_grammars_are_cached_within_a_bound(compiler, monkeypatch):
