@@ -71,10 +71,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, help="begin no test after so many minutes, and say which were not run")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --minutes: the tests in an order that is random by the seed, so that whatever time is left takes a share of
-    every kind, and another share under another seed.
+    """Marks the tests that take turns. With --minutes: the tests in an order that is random by the seed, so that
+    whatever time is left takes a share of every kind, and another share under another seed.
     """
+    for item in items:
+        rotation.turns(item)
     minutes: float | None = config.getoption("--minutes")
     if minutes is None:
         return

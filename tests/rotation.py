@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import zlib
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -40,15 +41,12 @@ def one_in(n: int, index: int) -> Any:
     return marks(is_due(n, index)) if n > 1 else ()
 
 
-def takes_turns(n: int, index: int) -> Any:
-    """Marks a test that takes long, the index-th of some, of which one in n runs by default."""
-
-    def marked(test: Any) -> Any:
-        for mark in one_in(n, index):
-            test = mark(test)
-        return test
-
-    return marked
+def turns(item: pytest.Item) -> None:
+    """Marks a test that has `pytest.mark.turns(n)`: each of its cases runs by default under one of n seeds in a row."""
+    mark = item.get_closest_marker("turns")
+    if mark is not None and item.get_closest_marker("rotating") is None:
+        for rotating in one_in(mark.args[0], zlib.crc32(item.nodeid.encode())):
+            item.add_marker(rotating)
 
 
 def in_turn(n: int, given: Iterable[Any]) -> list[Any]:

@@ -196,6 +196,7 @@ def test_softmax_blocks_fit_the_chip(shape, chip):
     assert config.vmem_bytes <= chip.vmem_bytes * 3 // 4
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("log", [False, True])
 def test_softmax_over_several_steps_and_a_ragged_one(log):
     from jax.experimental.pallas import tpu as pltpu

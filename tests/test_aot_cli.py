@@ -18,6 +18,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VISHWAMAI_TUNING_DIR", str(tmp_path / "tables"))
 
 
+@pytest.mark.turns(4)
 @needs_libtpu
 def test_inspect_prints_the_table_and_writes_what_was_asked(capsys, tmp_path):
     pytest.importorskip("jinja2")
@@ -34,6 +35,7 @@ def test_inspect_prints_the_table_and_writes_what_was_asked(capsys, tmp_path):
     assert found["estimate_seconds"] > found["roofline"]["seconds"] > 0
 
 
+@pytest.mark.turns(3)
 @needs_libtpu
 def test_inspect_of_what_does_not_fit_says_why_and_fails(capsys):
     assert main(["inspect", "jax.numpy:matmul", "--args", "f32[400000,400000], f32[400000,400000]"]) == 1

@@ -63,6 +63,7 @@ def test_every_chip_compiles_and_counts(target):
     assert libtpu.describe_device(target).device_kind in TPUS[target].device_kinds
 
 
+@pytest.mark.turns(4)
 @needs_libtpu
 @pytest.mark.parametrize("target", TPUS)
 def test_hbm_table_is_what_the_compiler_says(target):
@@ -100,6 +101,7 @@ def test_vmem_limit_bytes_is_the_fix_that_it_says():
     assert aot.check(fn, x, target="v5e").fits
 
 
+@pytest.mark.turns(3)
 @needs_libtpu
 def test_one_block_larger_than_the_chip(monkeypatch):
     monkeypatch.setattr(program, "refuse_too_large", lambda *_: None)  # which would be first
@@ -266,6 +268,7 @@ def test_topologies_that_do_not_exist():
             aot.check(jnp.sin, shape((8,)), target=impossible)
 
 
+@pytest.mark.turns(3)
 def test_jax_profiles_a_process_that_compiled_for_a_tpu():
     """In a process of its own: where libtpu's profiler is loaded, a trace ends the process by SIGSEGV."""
     program = """

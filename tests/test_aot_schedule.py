@@ -270,6 +270,7 @@ def test_a_slice_is_declined():
         aot.inspect(jnp.sin, (jax.ShapeDtypeStruct((8, 128), jnp.float32),), "v5e:2x2")
 
 
+@pytest.mark.turns(4)
 @needs_libtpu
 def test_inspect_many_targets_and_errors(cache):
     matmul, args = programs.PROGRAMS["matmul"]
@@ -300,6 +301,7 @@ def test_inspect_many_targets_and_errors(cache):
         assert first.simulation.cycles == recorded("matmul", "v5e").cycles
 
 
+@pytest.mark.turns(4)
 @needs_libtpu
 def test_two_calls_of_a_kernel_keep_their_own_tables(cache):
     x = jax.ShapeDtypeStruct((256, 128), jnp.float32)
@@ -315,6 +317,7 @@ def test_two_calls_of_a_kernel_keep_their_own_tables(cache):
     assert moved == (runs + 1 + 2 * same.size) * block
 
 
+@pytest.mark.turns(6)
 @needs_libtpu
 def test_repeated_code_is_counted_every_time(cache):
     """libtpu emits equal transposes once; both calls must be counted."""
@@ -331,6 +334,7 @@ def test_repeated_code_is_counted_every_time(cache):
     assert thrice.seconds == pytest.approx(3 * once.seconds, rel=0.2)
 
 
+@pytest.mark.turns(4)
 @needs_libtpu
 def test_the_cache_spares_the_compiler(cache, monkeypatch):
     gather, args = programs.PROGRAMS["gather"]
@@ -342,6 +346,7 @@ def test_the_cache_spares_the_compiler(cache, monkeypatch):
     assert inspection.inspect(gather, other_values, "v5e").simulation.hbm_bytes < before.simulation.hbm_bytes
 
 
+@pytest.mark.turns(6)
 @needs_libtpu
 def test_a_compiler_that_dies_is_reported_and_the_others_go_on(cache, monkeypatch):
     gather, args = programs.PROGRAMS["gather"]
@@ -362,6 +367,7 @@ def test_a_compiler_that_dies_is_reported_and_the_others_go_on(cache, monkeypatc
     assert dump.dump(jobs[0]).sources  # what went wrong once is not remembered
 
 
+@pytest.mark.turns(4)
 @needs_libtpu
 def test_kernel_errors_keep_their_words(cache):
     from jax.experimental import pallas as pl

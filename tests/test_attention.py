@@ -123,6 +123,7 @@ def test_ranges_and_work_follow_the_mask(options: dict[str, Any], lengths: tuple
         assert (start, stop) == (columns[0], columns[-1] + 1) if columns.size else start == stop
 
 
+@pytest.mark.turns(3)
 def test_blocks_of_other_segments_are_never_read() -> None:
     """NaN in a key or value is poison to whoever multiplies it, were it by 0."""
     q, k, v = qkv(q_len=64, kv_len=96)
@@ -177,6 +178,7 @@ def test_the_definition_is_not_linear() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes > LENGTH * LENGTH * 4
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_no_score_matrix_leaks_through_the_choice_of_a_platform(platform: str) -> None:
     """`custom_vjp` stands outside `platform_dependent`, so no branch's own residuals reach the program."""
@@ -280,6 +282,7 @@ def test_rows_with_nothing_to_attend_to(implementation: str) -> None:
         assert np.isfinite(g).all() and g.any()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("implementation", JAX_IMPLEMENTATIONS)
 def test_two_halves_merge_by_their_logsumexp(implementation: str) -> None:
     """And so do their gradients, which pass through the logsumexp's own."""

@@ -22,6 +22,7 @@ def draw(batch=2, heads=4, length=24, dim=8):
     return jax.random.normal(jax.random.key(0), (3, batch, heads, length, dim))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("causal", [False, True])
 def test_it_is_the_bias_of_the_distance_and_leaves_the_logsumexp_right(causal):
     q, k, v = draw()
@@ -43,6 +44,7 @@ def test_no_matrix_of_distances_is_held():
     assert program.memory_analysis().temp_size_in_bytes < 4 * 2048 * 2048 * 4 / 8
 
 
+@pytest.mark.turns(3)
 def test_vmap_and_split_heads():
     q, k, v = draw()
     wanted = flash_attention(q, k, v, alibi_slopes=SLOPES, implementation="xla")

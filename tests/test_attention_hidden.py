@@ -111,6 +111,7 @@ def promises() -> list[Any]:
     return found
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name, impl", promises())
 def test_hidden_keys_may_hold_anything(name: str, impl: Any) -> None:
     """The result, and every gradient, is that of finite hidden keys; their own gradients are exactly 0."""

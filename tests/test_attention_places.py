@@ -34,6 +34,7 @@ def running(implementation: str) -> Any:
     return contract.running(impl)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "implementation, places",
     [
@@ -135,6 +136,7 @@ def test_errors_of_places() -> None:
             flash_attention(q, q, q, causal=True, **options)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("causal_align", ["bottom_right", pytest.param("top_left", marks=pytest.mark.long)])
 def test_starts_are_operands(causal_align: Any) -> None:
     """One program serves sequences of any lengths, with numbers that those of known starts have."""
@@ -201,6 +203,7 @@ def test_parts_merge_to_the_whole() -> None:
     close(gradients(parts), gradients(whole), 2e-4)
 
 
+@pytest.mark.turns(4)
 def test_merging_nothing() -> None:
     """Rows without keys in any part are 0 with logsumexp -inf, and nothing flows back."""
     empty, lse = jnp.zeros((2, 3, 4)), jnp.full((2, 3), -jnp.inf)
@@ -228,6 +231,7 @@ def test_errors_of_merging() -> None:
             merge_attention(outputs, lses)
 
 
+@pytest.mark.turns(3)
 def test_a_shared_prefix_over_pages() -> None:
     """A cascade: the prefix that two sequences share in one run of queries, each one's own pages in another."""
     pages = normal(0, 8, 4, 4, 16)

@@ -63,6 +63,7 @@ def nothing_parameters():
     ]
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("impl, case", nothing_parameters())
 def test_nothing_to_attend_to(impl, case):
     """Output 0, logsumexp -inf, and a gradient of exactly 0 to such rows and to keys that nobody sees."""

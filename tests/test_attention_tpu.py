@@ -183,6 +183,7 @@ def test_panels_do_not_change_the_answer(sizes, form):
         np.testing.assert_allclose(ours, theirs, atol=3e-5)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("chip", [None, *hardware.TPUS.values()], ids=lambda chip: chip.name if chip else "unknown")
 @pytest.mark.parametrize("length", [1, 63, 4096, 65536])
 @pytest.mark.parametrize("dim", [1, 64, 128, 256])

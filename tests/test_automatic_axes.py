@@ -83,6 +83,7 @@ def test_explain_says_how_a_kernel_is_split():
     assert "gemm over automatic mesh axes data, model, on TPU: m over data, n over model" in said
 
 
+@pytest.mark.turns(4)
 @needs_libtpu
 @pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_libtpu_compiles_a_layer(gradients):

@@ -284,6 +284,7 @@ def test_wrong_numbers_get_no_speed(toy_only):
     assert fault.numbers.detail == "it raised RuntimeError: the kernel has a fault"
 
 
+@pytest.mark.turns(4)
 def test_the_command_rejects_a_speed_and_fails(toy_only, capsys, tmp_path):
     where = ["--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "r.html")]
     status = main(["bench", "--no-model", "--targets", "none", *where])
@@ -324,6 +325,7 @@ def test_experts_are_cut_too():
     assert "2 of 8 experts, 64 of 512 tokens" in small.name
 
 
+@pytest.mark.turns(4)
 def test_groups_of_experts_are_sampled_and_cut():
     """The gradients of Qwen3's 128 experts by XLA's own differentiation took minutes for a call."""
     qwen = case_named("grouped_gemm", "Qwen3 30B-A3B up")
@@ -346,6 +348,7 @@ def test_groups_of_experts_are_sampled_and_cut():
         assert not numbers.check(tuple(y + 0.1 for y in outputs), part, truth).right
 
 
+@pytest.mark.turns(4)
 def test_a_candidate_that_is_far_slower_is_not_timed():
     """It is checked by one call, and what says so stands in place of its speed."""
     calls = {"fast": 0, "slow": 0}
@@ -385,6 +388,7 @@ def test_a_case_compiles_for_a_tpu_that_is_not_here():
     assert "MiB" in report.target_words(row)[0]
 
 
+@pytest.mark.turns(3)
 def test_a_program_whose_text_cannot_be_read_keeps_its_memory():
     pytest.importorskip("libtpu")
     row = targets.compile_case(catalogue.operations()["softmax"], case_named("softmax", "BERT base logits"), "tpu7x")
@@ -503,6 +507,7 @@ def test_what_the_compiler_rejects_is_told(monkeypatch):
     assert not row.compiles and row.problem == "no room for it." and report.target_words(row)[0] == "does not compile"
 
 
+@pytest.mark.turns(3)
 def test_peaks_are_the_best_of_what_was_measured(monkeypatch):
     monkeypatch.setattr(machine_peaks, "_QUICK_SIZE", 128)
     monkeypatch.setattr(machine_peaks, "_QUICK_BYTES", 1 << 20)

@@ -76,6 +76,7 @@ def toy_rows(**settings):
     return next(m for m in rows if m.default)
 
 
+@pytest.mark.turns(3)
 def test_a_ratio_needs_steady_timings_and_a_quiet_machine(monkeypatch):
     calm = toy_rows()
     assert (
@@ -154,6 +155,7 @@ def small_norm(monkeypatch):
     monkeypatch.setattr(bench, "_settings", lambda arguments: ("small", CALM))
 
 
+@pytest.mark.turns(3)
 def test_an_interrupted_run_keeps_what_it_has_and_goes_on(small_norm, monkeypatch, capsys, tmp_path):
     real, called = runner.run_case, []
 

@@ -64,6 +64,7 @@ def test_explain_says_that_a_config_of_ones_own_does_not_fit():
     assert "may not compile" not in str(explain(vishwamai.gemm, A, B, target="v5e"))
 
 
+@pytest.mark.turns(3)
 def test_small_tiles_of_a_long_sequence_keep_within_scalar_memory():
     x = jax.ShapeDtypeStruct((1, 1, 1 << 18, 128), jnp.bfloat16)
     found = []
@@ -98,6 +99,7 @@ def test_what_explain_promises_compiles(op, case, chip, block_size):
                 aot.compile_for(lambda arrays, one=one: one.run(arrays), one.shapes(), target=chip)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_the_last_part_of_a_weight_has_its_own_scales(transpose_b):
     """The gradient of `a` sums over the columns that keep their scales, and 300 leaves a part of 512 of them."""

@@ -219,6 +219,7 @@ def test_it_is_attention_under_the_mask_written_out(heads, implementation):
     contract.close(ours, theirs, 1e-5)
 
 
+@pytest.mark.turns(3)
 def test_masks_of_heads_under_vmap_and_shardings():
     """A mapped axis leaves the heads where they are; a sharding over heads is gathered, one over the batch is not."""
     live = random_blocks(4, 4, 5)

@@ -23,6 +23,7 @@ NAMES = list(contract.OPERATIONS)
 TOYS = {module.name for module in pkgutil.iter_modules(toy_ops.__path__)}  # operations of the tests
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name, case, setting", SETTINGS)
 def test_stricter_promotion(name, case, setting):
     """Outputs and gradients, traced with the caller's setting in force, within a program and differentiated outside of
@@ -51,6 +52,7 @@ def small(name):
     return run, floats
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_branch_of_a_mapped_cond(name):
     """The predicate is mapped, so both branches run: forward, and the gradient through the branch."""
@@ -152,6 +154,7 @@ def array_of(text):
     return jnp.full(shape, 3 if text == "i: b" else 1, jnp.int32) if text.startswith("i:") else numbers(*shape)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning")
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in TOYS])
 def test_a_symbolic_size_is_exported(name):

@@ -187,6 +187,7 @@ def test_cpu_is_what_the_system_says():
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
+@pytest.mark.turns(4)
 @needs_libtpu
 def test_check_of_a_file_with_its_own_example(capsys, module):
     status, out, _ = run(capsys, "check", f"{module}:block", "--target", "v5e", "--target", "v6e")
@@ -194,6 +195,7 @@ def test_check_of_a_file_with_its_own_example(capsys, module):
     assert "v5e: compiles and fits" in out and "v6e: compiles and fits" in out and "rms_norm_forward" in out
 
 
+@pytest.mark.turns(3)
 @needs_libtpu
 def test_check_with_arguments_on_the_command_line(capsys):
     status, out, _ = run(
@@ -202,6 +204,7 @@ def test_check_with_arguments_on_the_command_line(capsys):
     assert status == 0 and "v4: compiles and fits" in out
 
 
+@pytest.mark.turns(4)
 @needs_libtpu
 def test_check_says_what_does_not_fit(capsys, module):
     status, out, _ = run(capsys, "check", f"{module}:huge")
@@ -209,6 +212,7 @@ def test_check_says_what_does_not_fit(capsys, module):
     assert "v5e: does not compile" in out and "HBM" in out and "What to change" in out
 
 
+@pytest.mark.turns(4)
 @needs_libtpu
 def test_check_survives_a_compiler_that_ends_its_process(capsys, tmp_path):
     path = tmp_path / "deadly.py"
@@ -222,6 +226,7 @@ def test_check_survives_a_compiler_that_ends_its_process(capsys, tmp_path):
     assert "v6e: compiles and fits" in out
 
 
+@pytest.mark.turns(3)
 @needs_libtpu
 def test_check_keeps_what_cpp_prints_from_the_terminal(capsys, tmp_path):
     """What Python says, a warning here, reaches it."""
@@ -307,6 +312,7 @@ def test_explain_says_why_the_kernel_declines(capsys):
     assert "-> xla" in out and "pallas_tpu  declines: `x` is float16" in out
 
 
+@pytest.mark.turns(4)
 def test_matrix_is_what_the_implementations_say(capsys):
     status, out, _ = run(capsys, "matrix", "--markdown", "--ops", "norm")
     assert status == 0
@@ -395,6 +401,7 @@ def test_the_block_example_is_explained(capsys):
     ]
 
 
+@pytest.mark.turns(6)
 @pytest.mark.skipif(minilm.why_not() is not None, reason=str(minilm.why_not()))
 def test_the_embedding_example_finds_the_rabbit(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -404,6 +411,7 @@ def test_the_embedding_example_finds_the_rabbit(monkeypatch):
     assert "Rabbit actually took a watch out of its waistcoat-pocket" in found[0][1]
 
 
+@pytest.mark.turns(3)
 def test_an_interrupt_that_is_swallowed_comes_again():
     program = """
 import os, signal, time

@@ -94,6 +94,7 @@ def test_memory_that_is_too_little_is_named_as_the_limit(capsys):
     assert "--quantize int4, or a larger --memory." in text
 
 
+@pytest.mark.turns(6)
 def test_the_second_start_reads_its_programs(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]

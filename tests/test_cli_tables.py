@@ -109,6 +109,7 @@ def test_every_command_has_its_case():
     assert set(TABLES) == set(COMMANDS)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("command, words", [(name, words) for name, all_of in TABLES.items() for words in all_of or ()])
 def test_eighty_columns_are_enough(command, words, made_up, capfd):
     if command in NEED_LIBTPU and importlib.util.find_spec("libtpu") is None:

@@ -86,6 +86,7 @@ def test_the_examples_have_the_published_levels():
     np.testing.assert_allclose(LLOYD3.levels[:4], [-x for x in MAX_TABLE[::-1]], atol=6e-4)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_numbers_are_the_nearest_levels(form):
     w = _weights(form, 100, 5)  # neither blocks nor bytes divide 100
@@ -99,6 +100,7 @@ def test_numbers_are_the_nearest_levels(form):
     assert packed.codes.nbytes == form.bits * 13 * 5
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "form, implementation",
     [(NF4, None), (NF4, "xla"), (NF4, "pallas_tpu"), (LLOYD3, None), (FORMATS[3], None)],
@@ -124,6 +126,7 @@ def test_products_next_to_float64(form, implementation, monkeypatch):
     np.testing.assert_allclose(rows, want, **close)
 
 
+@pytest.mark.turns(4)
 def test_transforms_and_the_gradient_of_the_other_operand(monkeypatch):
     """No array of the dense weight's size is in the gradient's program."""
     monkeypatch.setattr(code_product, "TILE_BYTES", 1)
@@ -143,6 +146,7 @@ def test_transforms_and_the_gradient_of_the_other_operand(monkeypatch):
         jax.grad(lambda scales: gemm(x[0], CodeTensor(one.codes, scales, None, one.matrix, NF4)).sum())(one.scales)
 
 
+@pytest.mark.turns(4)
 def test_experts_of_a_layer():
     tokens, router = jnp.asarray(_normal(5, 32)), jnp.asarray(_normal(32, 4, seed=1))
     gate, up, down = (_normal(4, *s, seed=i) for i, s in enumerate([(32, 64), (32, 64), (64, 32)]))
@@ -152,6 +156,7 @@ def test_experts_of_a_layer():
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.turns(3)
 def test_files_hold_weights_bit_for_bit(tmp_path):
     path = tmp_path / "weights.safetensors"
     packed = {form.name: quantize(_weights(form, 3, 50, 7), form, axis=-2) for form in FORMATS}
@@ -167,6 +172,7 @@ def test_files_hold_weights_bit_for_bit(tmp_path):
         vishwamai.load_codes(path)
 
 
+@pytest.mark.turns(3)
 def test_blocks_that_are_zero_or_not_finite():
     x = np.ones((64, 4), np.float32)
     x[3, 0], x[40, 1], x[:, 2] = np.nan, np.inf, 0

@@ -259,6 +259,7 @@ def test_vmap_over_another_explicit_axis(way):
     np.testing.assert_allclose(out, attend(*arrays), atol=2e-5)
 
 
+@pytest.mark.turns(3)
 def test_hops_that_a_window_leaves_empty_are_not_made():
     arrays, _ = inputs(32)
 
@@ -362,6 +363,7 @@ def test_a_zigzag_order_that_cannot_be_kept():
         attend(SPLIT_A)
 
 
+@pytest.mark.turns(3)
 def test_a_split_sequence_is_differentiable_once():
     arrays, _ = inputs(8)
     attend = split(ring_attention, 2)
@@ -399,6 +401,7 @@ def test_ulysses_is_one_device(devices, kv_heads, options):
     compare(attend, functools.partial(flash_attention, layout="bhsd", **options), arrays, weight)
 
 
+@pytest.mark.turns(3)
 def test_ulysses_with_sinks():
     arrays, weight = inputs(16, heads=8, kv_heads=2)
     arrays = (*arrays, jnp.linspace(-1.0, 2.0, 8))
@@ -454,6 +457,7 @@ def test_what_travels(causal, transfers):
     assert "2,4,2,16" in zigzag and "2,2,2,16" in zigzag
 
 
+@pytest.mark.turns(3)
 def test_memory_is_linear_in_the_own_part():
     """The compiled program of eight devices needs no array of the whole sequence."""
     arrays, _ = inputs(2048, heads=2, kv_heads=1, batch=1)

@@ -18,6 +18,7 @@ from vishwamai.core import ffi
 pytestmark = pytest.mark.interpreter
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("op, impl", list(contract.pairs()), ids=lambda x: x.name)
 def test_declines(op, impl):
     """Every case that is declined is known to the operation's facts, by name and reason, so that none is passed over
@@ -52,6 +53,7 @@ def test_reasons_name_the_build():
     assert reason is None or re.search(r"not built|cannot be loaded", reason) and "pip install" in reason
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("op, impl, case", contract.triples())
 def test_numbers(op, impl, case):
     """Outputs and gradients under jit, against float64, within twice the reference's error and a floor."""
@@ -80,6 +82,7 @@ def test_concrete_arrays(name, every):
             contract.close(case.run(arrays), jax.jit(case.run)(arrays), 1e-2)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("op, impl", pairs_in_turn(0))
 def test_same_bits_twice(op, impl):
     """Same inputs, same config, same machine: the same bits, whatever the order of threads or parallel grid steps."""
@@ -91,6 +94,7 @@ def test_same_bits_twice(op, impl):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("op, impl", pairs_in_turn(1))
 def test_a_nan_stays_in_its_row(op, impl):
     """What one row holds never reaches another through padding, a shared tile or a masked tail."""

@@ -12,6 +12,7 @@ import draws
 from vishwamai import ShapeError, causal_conv1d
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("count", [4, pytest.param(1000, marks=pytest.mark.long)])
 def test_random_calls(count):
     """Values, states and gradients of any legal call are the oracle's."""
@@ -43,6 +44,7 @@ def test_it_is_the_convolution_of_torch():
     np.testing.assert_allclose(got, layer[..., :9].numpy().swapaxes(1, 2), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.turns(3)
 def test_packed_sequences_are_those_alone():
     """Each run of ids, an id that returns among them, gives what the run by itself gives; so do its gradients."""
     rng = np.random.default_rng(1)

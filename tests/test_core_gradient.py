@@ -73,6 +73,7 @@ def test_same_function_lowers_for_every_platform():
     assert loops == {"cpu": True, "tpu": True, "cuda": False}
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("how", [{}, {"implementation": "rows_cpu"}], ids=["chosen", "by name"])
 def test_reverse_over_reverse(how):
     """The gradient of a gradient goes through the reference, and equals its second derivative."""

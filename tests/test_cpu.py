@@ -148,6 +148,7 @@ print(ffi.isa(), np.flatnonzero(bad))
 """
 
 
+@pytest.mark.turns(4)
 @needs_native
 def test_dot_products():
     """The set of AVX-512 with BF16 and VNNI but without tiles: int8 is exact, bfloat16 is summed in float32, and a NaN
@@ -228,6 +229,7 @@ def test_products_beside_the_blocks(dtype, m, k, n):
         assert np.abs(np.asarray(got, np.float64) - true).max() <= limit * np.abs(true).max()
 
 
+@pytest.mark.turns(4)
 @needs_native
 def test_thread_limit_changes_no_bit_of_a_product():
     code = """
@@ -345,6 +347,7 @@ def test_few_queries_over_a_cache(q_len, dtype):
         )
 
 
+@pytest.mark.turns(3)
 @needs_native
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's allocator")
 @pytest.mark.skipif(
@@ -448,6 +451,7 @@ def long_sparse(blocks: int, rows: int) -> tuple[Any, list[np.ndarray], list[np.
     return run, arrays, [dense @ flat, w @ flat.T, (dense.T @ w).reshape(values.shape)]
 
 
+@pytest.mark.turns(3)
 @needs_native
 @pytest.mark.parametrize(
     "case, size",

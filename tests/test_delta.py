@@ -18,6 +18,7 @@ from vishwamai.ops.delta.tpu import DeltaConfig
 IMPLEMENTATIONS = {impl.name: impl for impl in operations()["gated_delta_rule"].op.implementations}
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("count", [3, pytest.param(1000, marks=pytest.mark.long)])
 def test_random_calls(count):
     """Values, states and gradients of any legal call, by chunks, are those of the float64 recurrence."""
@@ -52,6 +53,7 @@ def test_a_long_sequence_keeps_its_digits(seq):
     contract.close(got, expected, 3e-5)
 
 
+@pytest.mark.turns(3)
 def test_a_cut_sequence_passes_its_state_on():
     """Chunks, single tokens and few tokens, in any order, give what one call gives."""
     operands = arrays(80)
@@ -64,6 +66,7 @@ def test_a_cut_sequence_passes_its_state_on():
     assert state.dtype == jnp.float32
 
 
+@pytest.mark.turns(4)
 def test_packed_sequences_are_those_alone():
     """Runs of ids, an id that returns among them, on both sides of a chunk's edge: values, state and gradients."""
     operands = arrays(40)
@@ -119,6 +122,7 @@ def test_which_form_runs():
     assert report.calls[0].runs == "xla_chunked" and "each channel has a decay of its own" in str(report)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.interpreter
 @pytest.mark.parametrize("heads", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3, 4))])
 def test_heads_that_share_keys_on_tpu(heads):

@@ -21,6 +21,7 @@ def _normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
+@pytest.mark.turns(4)
 def test_steps_follow_the_load_and_stay_exact():
     """Two experts of the first device get most tokens. After each step experts move, with their moments."""
     mesh = jax.make_mesh((DEVICES,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
@@ -100,6 +101,7 @@ def test_arrays_split_along_two_axes_move_too():
         np.testing.assert_array_equal(move_experts(array, new, old), x)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "call, words",
     [

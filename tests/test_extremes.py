@@ -157,6 +157,7 @@ def one_hot_attention(dtype, size):
     return q, k, v, np.take_along_axis(np.asarray(v, np.float64), chosen[..., None], axis=2)
 
 
+@pytest.mark.turns(4)
 @implementations("attention")
 @pytest.mark.parametrize("rows", [33, 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -173,6 +174,7 @@ def test_attention_of_huge_logits(impl, dtype, size, rows):
     assert all(np.isfinite(g.astype(np.float64)).all() for g in gradients)
 
 
+@pytest.mark.turns(4)
 @implementations("paged_attention")
 @pytest.mark.parametrize("size", [1e9, 3e11])
 def test_paged_attention_of_huge_logits(impl, size):

@@ -52,6 +52,7 @@ def fresh():
     op_module._warn_once.cache_clear()
 
 
+@pytest.mark.turns(3)
 def test_a_kernel_is_a_function_in_every_transform():
     @tpu_kernel
     def layer(x, w, *, activation="relu", names=("a", "b")):
@@ -73,6 +74,7 @@ def test_a_kernel_is_a_function_in_every_transform():
     np.testing.assert_allclose(layer.lower(x, w).compile()(x, w)["y"], plain(x, w), **close)
 
 
+@pytest.mark.turns(3)
 def test_importing_costs_no_device_and_no_torch():
     code = (
         "import sys, vishwamai.kernels, vishwamai.kernels.tpu.tpu_custom_call, capibara.core.kernels\n"
@@ -227,6 +229,7 @@ def test_check_asks_a_chip_that_is_not_here():
     assert not tpu_kernel(lambda x: x @ x).check("v5e", big).fits
 
 
+@pytest.mark.turns(3)
 def test_narrow_products():
     """float32 in, float32 out, and exactly the products of the rounded operands; gradients too."""
     q = random(1, 2, 40, 16)
@@ -254,6 +257,7 @@ def test_narrow_products():
         tpu_kernel(abs, config=KernelConfig(use_tensor_cores=True))
 
 
+@pytest.mark.turns(4)
 def test_narrow_products_of_every_kind():
     """Each operation with products computes, under `use_bfloat16`, what it computes of rounded operands, and returns
     float32.
@@ -278,6 +282,7 @@ def test_narrow_products_of_every_kind():
         np.testing.assert_allclose(got, rounded.astype(jnp.float32), rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.turns(4)
 def test_values_of_8_bits():
     """Products have the values of e4m3 under a scale of each operand, and gradients are those of these products."""
     x, w = random(8, 64), 1e-3 * random(64, 16, seed=1)
@@ -383,6 +388,7 @@ def test_an_expert_kernel_knows_how_many_experts_there_are():
         expert_kernel(num_experts=0)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("module", [kernels.tpu, kernels.gpu, kernels.cpu], ids=["tpu", "gpu", "cpu"])
 def test_operations_of_each_module(module):
     q, k, v = random(3, 1, 2, 24, 8)
@@ -401,6 +407,7 @@ def test_operations_of_each_module(module):
     np.testing.assert_allclose(module.layer_norm(x, scale, bias), normed, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.turns(3)
 def test_kernels_as_objects():
     x, w = random(2, 10, 16), random(16, 4)
     narrow = kernels.tpu.TPUGEMMKernel(block_size=128, use_bfloat16=True)(x, w)

@@ -29,6 +29,7 @@ def random(*shape, seed=0, dtype="float32"):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
+@pytest.mark.turns(4)
 def test_methods_are_vishwamais_operations(made):
     q, k, v = random(3, 2, 4, 32, 16)
     padding = jnp.arange(32) < 27
@@ -154,6 +155,7 @@ def test_batches(made):
         made.batch_operations("gelu", arrays, [{}, {}])
 
 
+@pytest.mark.turns(3)
 def test_routing(made):
     tokens, router = random(2, 10, 16), random(16, 8)
     wanted = vishwamai.moe_routing(tokens, router, 8, 3)
@@ -170,6 +172,7 @@ def test_routing(made):
     np.testing.assert_array_equal(drawn.experts, vishwamai.moe_routing(tokens, router, 8, 2).experts)
 
 
+@pytest.mark.turns(4)
 def test_sequence_parallel_is_the_same_attention(made):
     assert jax.device_count() == 8
     q, k, v = random(3, 1, 2, 64, 16)

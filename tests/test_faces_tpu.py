@@ -34,6 +34,7 @@ def random(*shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
+@pytest.mark.turns(3)
 def test_a_pallas_body_is_compiled_and_called_by_name():
     kernel = compile_tpu_kernel(*DECLARED, **BODY)
     x, w = random(32, 128), random(1, 128, seed=1)
@@ -111,6 +112,7 @@ def make(**options):
     )
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("options", [{}, {"gradient": scale_gradient}], ids=["differentiated", "own gradient"])
 def test_an_operation_has_what_the_librarys_have(options):
     op = make(**options)

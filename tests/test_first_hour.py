@@ -138,6 +138,7 @@ def test_what_an_interrupted_command_does_wrong_is_seen(tmp_path, monkeypatch, m
         )
 
 
+@pytest.mark.turns(3)
 def test_a_command_that_hangs_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(interrupts, "LONGEST", 1.0)
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, lambda *_: time.sleep(30))"

@@ -68,6 +68,7 @@ def check_call(call, arrays, options, implementations, seed, units=24):
             assert error <= units * unit * size, f"{name} {jax.tree_util.keystr(path)}: {error:.3g} of {size:.3g}"
 
 
+@pytest.mark.turns(6)
 @hypothesis.settings(**SLOW)
 @hypothesis.given(st.data())
 def test_legal_norm(data):
@@ -86,6 +87,7 @@ def test_legal_norm(data):
     check_call(call, arrays, options, ["xla", None], draw(SEEDS))
 
 
+@pytest.mark.turns(4)
 @hypothesis.settings(**SLOW)
 @hypothesis.given(st.data())
 def test_legal_gemm(data):
@@ -224,6 +226,7 @@ def declined(call, *needles, **arguments):
     return text
 
 
+@pytest.mark.turns(3)
 @hypothesis.settings(**QUICK)
 @hypothesis.given(st.data())
 def test_illegal_norm(data):
@@ -289,6 +292,7 @@ def test_illegal_gemm(data):
         declined_name(call, a=a, b=b)
 
 
+@pytest.mark.turns(3)
 @hypothesis.settings(**QUICK)
 @hypothesis.given(st.data())
 def test_illegal_attention(data):

@@ -34,6 +34,7 @@ def test_swiglu_is_that_of_torch():
         np.testing.assert_allclose(ours, theirs.grad, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
 def test_one_array_of_weights_is_a_pair(implementation):
     from jax.experimental.pallas import tpu as pltpu

@@ -62,6 +62,7 @@ def rows_of_product(launch):
     return constants.get("BLOCK_M", constants.get("BLOCK_T"))
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("case", parameters())
 def test_hopper_code(case):
     """No spills; a product on large tiles uses wgmma and the copy engine; memory is read 16 bytes at a time."""
@@ -90,6 +91,7 @@ def wide_norm(features):
     return Case(f"wide {features}", "norm", vishwamai.rms_norm, arrays)
 
 
+@pytest.mark.turns(3)
 def test_the_widest_rows_stay_in_registers():
     codes = [inspect_launch(launch) for launch in launches(wide_norm(16384))]
     assert [code.spill for code in codes] == [0] * 3
@@ -118,6 +120,7 @@ def arithmetic(ptx):
     return [(name, *operands.split(", ")) for name, operands in found]
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("function", [vishwamai.softmax, vishwamai.log_softmax])
 def test_rows_of_a_large_vocab_are_walked_in_tiles(function):
     """Llama 3's 128256, forward and backward: nothing spills, for AMD too, and all loads are wide."""
@@ -130,6 +133,7 @@ def test_rows_of_a_large_vocab_are_walked_in_tiles(function):
         assert inspect_launch(launch, "gfx942").spill == 0
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_slopes_of_alibi_spill_nothing(causal):
     """Forward and backward keep to the registers on Hopper, and compile for the MI300."""
@@ -146,6 +150,7 @@ def test_slopes_of_alibi_spill_nothing(causal):
     assert inspect_launch(forward, "gfx942").mma > 0
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     "format, block_size",
     [("mxfp4", 32), *(pytest.param(*each, marks=pytest.mark.long) for each in (("int4", 128), ("fp8_e4m3", 128)))],
@@ -170,6 +175,7 @@ def test_quantized_experts_spill_nothing(format, block_size, rows):
         assert inspect_launch(fewer, "gfx942").mma > 0
 
 
+@pytest.mark.turns(6)
 def test_some_of_the_groups_compile():
     """16 of 128 experts, whose first row is an operand, forward and backward: nothing spills, for AMD too."""
     arrays = {"lhs": ArrayInit((8192, 2048), "bfloat16"), "rhs": ArrayInit((16, 2048, 768), "bfloat16")}
@@ -190,6 +196,7 @@ def odd_case():
     return Case("odd", "gemm", vishwamai.gemm, arrays)
 
 
+@pytest.mark.turns(4)
 def test_rows_that_the_copy_engine_cannot_take():
     """Masked loads instead, tensor cores all the same."""
     codes = [inspect_launch(launch) for launch in launches(odd_case())]
@@ -202,6 +209,7 @@ def model_case(op, name):
     return case
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("amd", ["gfx942", "gfx90a"])
 def test_products_of_float32_compile_for_amd(amd):
     """AMD's matrix units have other forms of them than NVIDIA's; in a named tuple of constants, too."""
@@ -210,7 +218,7 @@ def test_products_of_float32_compile_for_amd(amd):
         assert (inspect_launch(launch, amd).mma > 0) == (launch.launch.kernel.name != "delta")
 
 
-@rotation.takes_turns(5, 21)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize(
     "op, name",
     [
@@ -240,6 +248,7 @@ def test_amd_compiles(op, name):
         assert (code.mma > 0) == (rows_of_product(launch) is not None)
 
 
+@pytest.mark.turns(4)
 def test_the_reader_notices_a_spill():
     """A row of 4096 on one warp does not fit the registers of the backward pass, and the code says so: the test above
     can fail.
@@ -276,6 +285,7 @@ def lowered(function, *args):
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.turns(4)
 def test_lowers_for_cuda_with_gradients():
     names = [name for name, _ in calls(lowered(value_and_gradients, X, W, B))]
     assert {"forward", "backward", "sum_rows", "matmul"} <= set(names) and names.count("matmul") == 3

@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-import rotation
-
 torch = pytest.importorskip("torch")
 
 import contract  # noqa: E402
@@ -76,7 +74,7 @@ def test_gated_of_one_tensor_and_of_views():
     )
 
 
-@rotation.takes_turns(5, 9)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("joint", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_gated_opcheck(joint):
     x, gate, up, both = tensors((3, 8), (8, 16), (8, 16), (2, 8, 16))
@@ -187,6 +185,7 @@ def test_loss(softcap, smoothing, z_loss, reduction):
     )
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("dynamic", [None, False, True])
 def test_class_weights(reduction, dynamic):
@@ -254,7 +253,7 @@ def test_loss_opcheck(everything):
     }
 
 
-@rotation.takes_turns(5, 10)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_language_model_compiles_in_one_graph(dynamic):
     def model(x, gate, up, down, words):

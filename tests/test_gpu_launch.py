@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-import rotation
-
 torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -216,7 +214,7 @@ def flat(x, names):
     return [names.get(x.data_ptr(), x.shape) if isinstance(x, torch.Tensor) else x]
 
 
-@rotation.takes_turns(5, 17)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "attention" else pytest.mark.long) for n in CALLS])
 def test_a_kernel_that_is_known_gets_what_triton_gave_it(name, machine):
     """The first launch goes through Triton's own way to the compiled kernel, later ones straight to it."""
@@ -242,7 +240,7 @@ def test_known_kernels_are_forgotten_when_there_are_many(machine, monkeypatch):
     assert len(machine.launches) == 5
 
 
-@rotation.takes_turns(5, 18)
+@pytest.mark.turns(5)
 def test_scratch_is_torchs_memory(machine):
     """Kernels that make tensor descriptors on the device need memory of their own for each launch; the allocator is set
     where the launch is, in any thread.

@@ -144,6 +144,7 @@ def test_compiles_in_one_graph_with_sizes_that_it_computes():
     agree(fast, model(by_loops), tensors((8, 16), (3, 16, 8)))
 
 
+@pytest.mark.turns(4)
 def test_an_offset_compiles_in_one_graph_as_a_number_and_as_a_tensor():
     sizes = torch.tensor([3, 0, 4, 1])
 

@@ -173,6 +173,7 @@ def test_splits_come_from_shapes_alone():
     assert long.with_block_size(100) == dataclasses.replace(long, block_kv=128, long_kv=128)
 
 
+@pytest.mark.turns(3)
 @native
 def test_what_is_declined():
     def reason(*args, **options):
@@ -437,6 +438,7 @@ STEPS = {
 }
 
 
+@pytest.mark.turns(4)
 @native
 @compiler
 @pytest.mark.parametrize("options", [pytest.param(o, id=name, marks=m) for name, (o, m) in STEPS.items()])
@@ -483,6 +485,7 @@ def test_a_step_of_decoding_in_a_program_for_cuda():
     assert re.findall(r' name = "(\w+)"', text) == ["attend", "combine"] and text.count('stablehlo.scatter"(') == 1
 
 
+@pytest.mark.turns(3)
 @native
 @compiler
 def test_a_program_for_cuda_hands_pages_of_int4_to_the_kernels():
@@ -517,6 +520,7 @@ def test_amd_compiles(name):
         assert code.registers > 0 and (code.mma > 0) == (code.kernel == "attend")
 
 
+@pytest.mark.turns(3)
 @native
 @compiler
 @pytest.mark.parametrize("rotating", [False, True])

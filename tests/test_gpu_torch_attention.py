@@ -349,6 +349,7 @@ def placed(name):
     return options, tensors(*shapes)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", PLACES)
 def test_places(name):
     """Against a mask of the same; what is outside of the lengths may be NaN; eager, in one graph, and mapped."""

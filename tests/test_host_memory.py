@@ -13,6 +13,7 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.skipif(host_memory._malloc_trim() is None, reason="the C library has no malloc_trim")
 def test_what_lies_between_used_pieces_goes_back():
     many = [bytes(2000) for _ in range(60_000)]

@@ -55,6 +55,7 @@ def test_names_of_the_hub_are_told_from_paths(monkeypatch, tmp_path):
     assert HubModel.parse("runs/model") is None  # a path that exists is a path
 
 
+@pytest.mark.turns(6)
 def test_commands_take_names_of_the_hub(tmp_path):
     tiny = world.tiny("qwen3")
     with serving_hub({"org/tiny": tiny, "org/closed": tiny}, private=frozenset({"org/closed"})) as hub:
@@ -90,6 +91,7 @@ def test_commands_take_names_of_the_hub(tmp_path):
         assert "`hf download org/other --revision v1 --local-dir other`; copy the folder other" in second[2]
 
 
+@pytest.mark.turns(6)
 def test_train_starts_from_a_name_and_uploads_with_a_card(tmp_path):
     tiny = world.tiny("llama2")
     (tmp_path / "text.txt").write_text("to be or not to be\n\n" * 200)

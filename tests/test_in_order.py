@@ -78,7 +78,7 @@ def test_each_collective_needs_the_one_before():
         np.testing.assert_array_equal(one, other)
 
 
-@rotation.takes_turns(5, 6)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize(
     ("mesh", "remat"),
     rotation.in_turn(

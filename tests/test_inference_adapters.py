@@ -74,6 +74,7 @@ def greedy(directory, prompts):
     return answers
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("family", ["Llama", "Phi3"])
 def test_answers_of_several_adapters_are_those_of_the_merged_models(family, folder, tmp_path):
     folder = folder if family == "Llama" else write_adapters(tmp_path, family)
@@ -92,6 +93,7 @@ def test_answers_of_several_adapters_are_those_of_the_merged_models(family, fold
     assert [answer.cached for answer in answers] == [0] * 5
 
 
+@pytest.mark.turns(4)
 def test_places_are_used_again_and_nothing_is_compiled(folder):
     engine = load(folder / "base", adapters=AdapterSizes(1, 8)).engine()
     compiled = engine.programs.compiled
@@ -122,6 +124,7 @@ def _plain(weight: Any) -> Any:
     return weight.dequantize() if hasattr(weight, "dequantize") else weight
 
 
+@pytest.mark.turns(6)
 def test_quantized_bases_have_adapters(folder):
     draw = np.random.default_rng(0)
     weight, x = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((32, 48), (1, 5, 32)))
@@ -146,6 +149,7 @@ def test_quantized_bases_have_adapters(folder):
     assert base.token_ids == alone.token_ids != adapted.token_ids
 
 
+@pytest.mark.turns(4)
 def test_what_cannot_be_served_is_named(folder, tmp_path):
     config = read_config(folder / "base")
     assert {shape.shape[1] for shape, _ in read_adapter(folder / "a", config).values()} == {4}
@@ -171,6 +175,7 @@ def test_what_cannot_be_served_is_named(folder, tmp_path):
         load(folder / "base").engine(compile="lazy").load_adapter("a", folder / "a")
 
 
+@pytest.mark.turns(4)
 def test_requests_name_an_adapter_as_their_model(folder):
     engine = load(folder / "base", adapters=AdapterSizes(2, 8)).engine(compile="lazy")
     engine.load_adapter("a", folder / "a")

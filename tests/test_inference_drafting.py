@@ -157,6 +157,7 @@ def p_value(drawn, probabilities):
     return scipy.stats.chisquare(found[keep], expected[keep]).pvalue
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("options", [{}, {"top_k": 5, "temperature": 0.8}, {"top_p": 0.8, "min_p": 0.02}])
 def test_a_checked_guess_has_the_models_distribution(options: dict[str, Any]):
     """A guess of a draft whose logits differ, checked: tokens follow p, and 1 - TV(p, q) of the guesses are taken."""

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 import models_peer
-import rotation
 from benchmark_files import loaded
 from models_peer import Peer
 from vishwamai.core import execute
@@ -50,7 +49,7 @@ def test_greedy_tokens_are_those_of_transformers(peer_and_model, engine):
     assert again[0].token_ids == answers[0].token_ids and again[0].cached == 36  # every full page but the last token's
 
 
-@rotation.takes_turns(5, 5)
+@pytest.mark.turns(5)
 def test_stacked_layers_change_no_token_and_a_deep_model_is_no_longer_program(tmp_path, engine):
     Peer("Llama").save(tmp_path)
     stacked = from_pretrained(tmp_path, dtype=jnp.float32, stacked=True)
@@ -71,6 +70,7 @@ def test_stacked_layers_change_no_token_and_a_deep_model_is_no_longer_program(tm
     assert lines(2) == lines(7)
 
 
+@pytest.mark.turns(4)
 def test_few_pages_preempt_and_change_nothing(peer_and_model, engine):
     options = [Sampling(max_new_tokens=40, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 1.0, 0.0, 1.0, 0.7)]
     small = Engine(peer_and_model[1], limits=LIMITS, num_pages=24)
@@ -80,6 +80,7 @@ def test_few_pages_preempt_and_change_nothing(peer_and_model, engine):
     assert small.scheduler.pool.available == 24
 
 
+@pytest.mark.turns(6)
 def test_guesses_change_no_token(peer_and_model, engine):
     prompts = [[5, 6, 7, 8] * 5, TOKENS[1][:9]]
     guessing = Engine(peer_and_model[1], limits=LIMITS, drafts=3)
@@ -103,6 +104,7 @@ def test_nothing_compiles_while_serving(engine):
         jax.monitoring.unregister_event_duration_listener(seen)
 
 
+@pytest.mark.turns(4)
 def test_programs_have_kernels_of_their_platform_alone(peer_and_model, monkeypatch):
     """The kernels of other platforms are not traced, which would take most of a start."""
     traced = []
@@ -118,6 +120,7 @@ def test_programs_have_kernels_of_their_platform_alone(peer_and_model, monkeypat
     assert traced and all(choice.implementation.platform in (None, here) for choice in traced)
 
 
+@pytest.mark.turns(3)
 def test_lazy_programs_are_compiled_when_a_step_needs_them(peer_and_model, engine):
     told = []
     lazy = Engine(peer_and_model[1], limits=LIMITS, compile="lazy", on_program=lambda *what: told.append(what))
@@ -235,6 +238,7 @@ def test_a_failure_reaches_every_client(engine, monkeypatch):
 FEW = Limits(max_sequences=2, max_tokens=8, mixed_tokens=8, max_length=64, page_size=4)  # few programs
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_keys_and_values_of_8_bits(peer_and_model, kv_dtype):
     model, tokens = peer_and_model[1], jnp.asarray(PROMPTS[2])
@@ -255,7 +259,7 @@ def test_keys_and_values_of_8_bits(peer_and_model, kv_dtype):
         assert error(coarse) > 2 * error(pools)
 
 
-@rotation.takes_turns(5, 20)
+@pytest.mark.turns(5)
 def test_an_engine_with_keys_and_values_of_8_bits(peer_and_model):
     quantized = Engine(peer_and_model[1], limits=FEW, kv_dtype="int8")
     assert {pool.pool.dtype.name for pool in quantized.programs.pages} == {"int8"}
@@ -266,6 +270,7 @@ def test_an_engine_with_keys_and_values_of_8_bits(peer_and_model):
     assert len({a.token_ids for a in alone}) == 3
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("drafts", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_rotation_that_changes_with_the_length(tmp_path, drafts):
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "factor": 2.0}
@@ -281,6 +286,7 @@ def test_a_rotation_that_changes_with_the_length(tmp_path, drafts):
     assert turning.statistics.preemptions == 3  # all but the long prompt
 
 
+@pytest.mark.turns(4)
 def test_the_benchmark_calls_the_programs_of_steps_again_without_changing_them(peer_and_model, engine):
     with loaded("serve") as serve:
         driven = serve.DrivenEngine(Engine(peer_and_model[1], limits=LIMITS))

@@ -114,6 +114,7 @@ def test_a_step_that_fails_ends_its_answers_and_no_later(engine):
     assert good[-1].finish == "length"
 
 
+@pytest.mark.turns(3)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_ends_says_so(tmp_path):
     write_model(tmp_path)
@@ -148,6 +149,7 @@ def test_the_smallest_temperatures_draw_the_largest():
             assert draw(rows(4, options, options)).tolist() == [1, 1], options
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_row_that_is_not_finite_has_no_token(value):
     logits = jnp.array([[1.0, 2.0, 0.0, 0.0], [1.0, value, 0.0, 0.0], [-jnp.inf] * 4])
@@ -170,6 +172,7 @@ def test_logits_that_are_not_finite_are_an_error_of_their_answer(engine, monkeyp
     assert deltas[-1].finish == "error" and "not finite" in deltas[-1].error
 
 
+@pytest.mark.turns(4)
 def test_a_grammar_that_gives_up_is_an_error():
     tokenizer = read_tokenizer(world.tokenizer("qwen3"))
     grammar = Vocabulary.of(tokenizer, 151936, [151645]).grammar("lark", AMBIGUOUS)
@@ -188,12 +191,14 @@ def test_a_grammar_that_gives_up_is_an_error():
     assert reason is not None and "could not go on" in reason and len(reason) < 400
 
 
+@pytest.mark.turns(4)
 def test_the_end_token_of_the_tokenizer_ends_an_answer():
     directory = world.tiny("qwen3", eos_token_id=151643)
     engine = plan_load(directory, dtype="float32", max_sequences=1, max_tokens=16, max_length=64).engine(compile="lazy")
     assert {151643, 151645} <= engine.end_tokens
 
 
+@pytest.mark.turns(4)
 def test_the_first_blank_of_an_answer_stays():
     directory = world.tiny("llama2")
     engine = plan_load(directory, dtype="float32", max_sequences=1, max_tokens=16, max_length=64).engine(compile="lazy")
@@ -209,6 +214,7 @@ def test_the_first_blank_of_an_answer_stays():
     assert stopped.text == "" and stopped.finish == "stop"
 
 
+@pytest.mark.turns(4)
 def test_an_id_without_a_token_has_no_text():
     directory = world.tiny("qwen3")
     engine = plan_load(directory, dtype="float32", max_sequences=1, max_tokens=16, max_length=64).engine(compile="lazy")

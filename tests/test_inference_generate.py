@@ -44,6 +44,7 @@ def no_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.turns(4)
 def test_the_tokens_are_those_of_transformers(peer, capsys):
     path, expected = peer
     (path / "tokenizer.json").unlink(missing_ok=True)
@@ -72,6 +73,7 @@ def test_a_mesh_gives_the_same_tokens(peer, capsys):
     assert "on cpu split by tensor=2: " in said.err.splitlines()[1]
 
 
+@pytest.mark.turns(6)
 def test_texts_and_chats(peer, capsys, tmp_path):
     path, expected = peer
     write_tokenizer(path)
@@ -132,6 +134,7 @@ def test_what_the_authors_recommend_holds_where_no_option_is_given(settings, opt
     assert generate.sampling(given, read_generation_config(tmp_path)) == expected
 
 
+@pytest.mark.turns(3)
 def test_an_interrupt_ends_it_cleanly(peer):
     """It says what it loads before it loads, and Ctrl-C leaves no traceback."""
     command = [sys.executable, "-m", "vishwamai.cli", "generate", str(peer[0]), "--token-ids", "1"]
@@ -145,6 +148,7 @@ def test_an_interrupt_ends_it_cleanly(peer):
     assert "Traceback" not in said
 
 
+@pytest.mark.turns(4)
 def test_without_a_number_of_new_tokens_the_answer_has_the_room_there_is(peer, capsys):
     path, _ = peer
     (path / "tokenizer.json").unlink(missing_ok=True)

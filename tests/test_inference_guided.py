@@ -47,6 +47,7 @@ def test_a_mask_has_the_words_of_the_sampler(tmp_path, vocab):
     assert mask.shape == all_allowed(1, vocab)[0].shape
 
 
+@pytest.mark.turns(3)
 def test_a_published_vocab_allows_no_id_without_a_token():
     tokenizer = read_tokenizer(world.tokenizer("qwen3"))
     grammar = Vocabulary.of(tokenizer, 151936, [151645]).grammar("regex", r"(.|\n)*")

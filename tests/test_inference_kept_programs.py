@@ -99,7 +99,7 @@ def test_the_second_engine_compiles_nothing(options, cache):
     assert {entry.path for entry in caches.entries("jax")} >= set(cache.iterdir())  # `vishwamai cache` has them
 
 
-@rotation.takes_turns(5, 1)
+@pytest.mark.turns(5)
 def test_an_engine_of_eight_bit_pages_traces_what_measures_their_scales_alone(cache, traced):
     expected = answers(made(kv_dtype="int8"))
     del traced[:]
@@ -109,7 +109,7 @@ def test_an_engine_of_eight_bit_pages_traces_what_measures_their_scales_alone(ca
         assert answers(second) == expected
 
 
-@rotation.takes_turns(5, 0)
+@pytest.mark.turns(5)
 def test_a_program_of_something_else_is_traced(cache, traced, monkeypatch):
     made(compile="lazy")
     others = [
@@ -131,7 +131,7 @@ def test_a_program_of_something_else_is_traced(cache, traced, monkeypatch):
     assert not traced
 
 
-@rotation.takes_turns(5, 2)
+@pytest.mark.turns(5)
 @pytest.mark.filterwarnings("ignore:.*it is compiled again")
 def test_a_damaged_program_is_made_again(cache, traced):
     made(compile="lazy")
@@ -151,6 +151,7 @@ class Hostile:
         return pytest.fail, ("code of another user ran",)
 
 
+@pytest.mark.turns(6)
 def test_programs_that_others_could_have_written_are_not_loaded(cache, traced, monkeypatch):
     """Pickles run code: a folder or a file that another user may write, or that is a link, is declined."""
     made(compile="lazy")
@@ -191,6 +192,7 @@ def test_programs_that_others_could_have_written_are_not_loaded(cache, traced, m
             made(compile="lazy")
 
 
+@pytest.mark.turns(6)
 def test_what_jax_has_kept_is_compiled_anew(cache, traced, monkeypatch):
     """A program that was read from JAX's cache lacks functions once it is written again."""
     with monkeypatch.context() as patch:
@@ -202,6 +204,7 @@ def test_what_jax_has_kept_is_compiled_anew(cache, traced, monkeypatch):
         assert made(compile="lazy").generate(PROMPTS[:1], OPTIONS[0]) == expected and bool(traced) == again
 
 
+@pytest.mark.turns(6)
 def test_a_program_that_xla_declines_to_load_is_made_again(cache, traced, monkeypatch):
     def fails(*args):
         raise jax.errors.JaxRuntimeError("of another XLA")
@@ -214,12 +217,14 @@ def test_a_program_that_xla_declines_to_load_is_made_again(cache, traced, monkey
     assert traced
 
 
+@pytest.mark.turns(4)
 def test_a_program_with_a_kernel_that_declines_is_not_kept(cache, monkeypatch):
     monkeypatch.setattr(Op, "fallbacks", lambda self, choice: [f"{self.name} declined"])
     made(compile="lazy")
     assert len(list(cache.iterdir())) == 5  # two draws, the zeros, and the placing of a prompt call no operation
 
 
+@pytest.mark.turns(4)
 def test_without_the_cache_nothing_is_kept(tmp_path, traced):
     assert jax.config.values["jax_compilation_cache_dir"] is None
     made(compile="lazy")
@@ -227,6 +232,7 @@ def test_without_the_cache_nothing_is_kept(tmp_path, traced):
     assert len(traced) == 4
 
 
+@pytest.mark.turns(3)
 def test_the_identity_is_the_same_in_each_process():
     """It has no address of an object, and names what it is made of."""
     programs = made(compile="lazy").programs

@@ -97,6 +97,7 @@ def test_published_weights_are_kept_and_split(name: str, axes: str, tmp_path: Pa
     check(published, "keep", axes, False)
 
 
+@pytest.mark.turns(6)
 def test_64_greedy_tokens_are_those_of_one_device(tmp_path: Path) -> None:
     """Also where a model of one device is split by the engine."""
     published, _ = write("gptq-symmetric", tmp_path, intermediate_size=128, hidden_size=128, num_key_value_heads=4)

@@ -46,6 +46,7 @@ def support(logits, options):
     return p / p.sum()
 
 
+@pytest.mark.turns(3)
 @given(
     seed=st.integers(0, 99),
     top_k=st.sampled_from([0, 1, 3, VOCAB]),

@@ -40,6 +40,7 @@ def decoder(values):
     return Decoder(ModelConfig.from_dict(values), rngs=nnx.Rngs(0))
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_step_over_rings_is_a_step_over_pages(stacked):
     """Chunks of 8 tokens of two sequences: hidden states, and no key outside of the ring is read (it is NaN there)."""
@@ -67,6 +68,7 @@ def test_a_step_over_rings_is_a_step_over_pages(stacked):
         np.testing.assert_allclose(hidden.reshape(2, 8, -1), expected[:, start : start + 8], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("values", [GEMMA, pytest.param(MISTRAL, marks=pytest.mark.long)])
 def test_tokens_are_those_over_all_pages(values):
     model = decoder(values)

@@ -79,6 +79,7 @@ def test_a_twentieth_of_the_memory_on_tpu(target):
     assert ours <= theirs / 20
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_values_and_gradients_are_those_of_torch(reduction):
     torch = pytest.importorskip("torch", reason="torch is an optional dependency")
@@ -281,6 +282,7 @@ def test_vocabulary_over_a_mesh_axis(check_vma):
     contract.close(jax.jit(scored(split))(x, weight, bias, labels), scored(whole)(x, weight, bias, labels), 1e-5)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("pieces", [1, 5])
 def test_features_of_the_weight_are_gathered_in_pieces(check_vma, pieces, monkeypatch):
@@ -296,6 +298,7 @@ def test_features_of_the_weight_are_gathered_in_pieces(check_vma, pieces, monkey
     assert re.search(rf"f32\[(1,)?{40 // pieces},32\]\S* all-gather", compiled.as_text() or "")
 
 
+@pytest.mark.turns(3)
 def test_the_second_order_of_gathered_pieces(monkeypatch):
     monkeypatch.setattr(gathered, "PIECE_BYTES", 4 * 8 * 7)
     x, weight, labels = inputs(8, 28, 8)
@@ -312,6 +315,7 @@ def test_the_second_order_of_gathered_pieces(monkeypatch):
     np.testing.assert_allclose(norm(split), want, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.turns(3)
 def test_a_wrong_gather_axis_is_named():
     x, weight, labels = inputs(8, 28, 8)
     with pytest.raises(ShapeError, match="`gather_axis` is .*which this call is not mapped over"):
@@ -377,6 +381,7 @@ def test_features_too_many_for_vmem_are_declined_in_words():
     assert explain(linear_cross_entropy, *shapes, target="v6e").calls[0].runs == "pallas_tpu"
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "words, tokens",
     [(1300, 150), pytest.param(512, 256, marks=pytest.mark.long), pytest.param(600, 5, marks=pytest.mark.long)],
@@ -543,6 +548,7 @@ def calls(function, *arguments):
     return [(line.split("@")[1].split("(")[0], "tensor<0xf32>" in line.rpartition("->")[2]) for line in lines]
 
 
+@pytest.mark.turns(4)
 def test_what_is_computed_at_once():
     """The sum's gradients with the sum; the weight's only where it is asked for; all else by the op."""
     contract.skip_unless_built(NATIVE)
@@ -566,6 +572,7 @@ def test_tokens_without_a_loss_alone():
     assert value == 0 and all((slope == 0).all() for slope in slopes)
 
 
+@pytest.mark.turns(6)
 def test_the_walk_under_vmap_twice_and_over_devices():
     contract.skip_unless_built(NATIVE)
     x, weight, labels = inputs(16, 50, 8)

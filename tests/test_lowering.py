@@ -82,6 +82,7 @@ def compile_or_name(operation, case, target):
         compile_and_check(operation, case, target)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("operation, case, target", parameters(once_each(), one_in=12))
 def test_case_compiles(operation, case, target):
     compile_or_name(operation, case, target)
@@ -118,6 +119,7 @@ def kernel_shapes(program):
     }
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "spec, batch, heads",
     [
@@ -170,6 +172,7 @@ def test_shard_map_on_a_slice():
     assert (2, 4, 256, 128) in kernel_shapes(aot.compile_for(sharded, *structs, target=TOPOLOGY))
 
 
+@pytest.mark.turns(3)
 def test_automatic_axes_split_a_kernel_by_their_names():
     """Neither name is one of columns, so both axes split the batch, however the arrays lie."""
     structs = attention_structs(AxisType.Auto, P(None, "x"))

@@ -86,6 +86,7 @@ def test_batch_axes_broadcast_as_in_matmul(shape_a, shape_b):
     np.testing.assert_allclose(gemm(a, b), jnp.matmul(a, b, precision="highest"), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("spec", [P("x", "y"), P("y"), P(None, "x", "y")], ids=str)
 @pytest.mark.parametrize("batched", ["a", "a and b"])
 def test_vectors_have_fewer_batch_axes_on_an_explicit_mesh(spec, batched):
@@ -176,6 +177,7 @@ def test_activations_are_those_of_torch(activation):
         np.testing.assert_allclose(gradient, x.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.turns(3)
 def test_second_derivative():
     a, b = _normal((3, 4)), _normal((4, 5), seed=1)
 
@@ -232,6 +234,7 @@ def test_chunks_and_a_sum_kept_in_the_result():
     np.testing.assert_allclose(biased, np.maximum(want + 1, 0), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("rows", [256, 384])  # an even number of rows of tiles, and an odd one
 def test_tiles_visited_back_and_forth(rows):
     rng = np.random.default_rng(0)
@@ -299,6 +302,7 @@ def test_tiles_fit_the_chip(case, chip):
     assert (config.vmem_limit_bytes or 0) < chip.vmem_bytes
 
 
+@pytest.mark.turns(3)
 def test_long_sums_of_int8_do_not_wrap():
     """k of Qwen's vocab: no int32 holds 151,936 products of 127 x 127, so the definition sums in parts, or declines."""
     k = 151_936

@@ -48,6 +48,7 @@ def test_a_model_of_another_kind_is_declined(tmp_path, key, value, error):
         bert.BertConfig.from_file(path)
 
 
+@pytest.mark.turns(4)
 @installed
 def test_embeddings_equal_plain_jax_in_float64(encoder):
     texts = minilm.sentences()[::10]
@@ -60,6 +61,7 @@ def test_embeddings_equal_plain_jax_in_float64(encoder):
     np.testing.assert_allclose(np.linalg.norm(ours, axis=-1), 1.0, atol=1e-6)
 
 
+@pytest.mark.turns(3)
 @installed
 @pytest.mark.skipif(model.torch_why_not() is not None, reason=str(model.torch_why_not()))
 def test_embeddings_equal_transformers(encoder):
@@ -80,6 +82,7 @@ def test_padding_changes_nothing(encoder):
     np.testing.assert_allclose(short, wide, atol=1e-6)
 
 
+@pytest.mark.turns(3)
 @installed
 def test_order_is_the_callers(encoder):
     texts = [minilm.sentences()[i] for i in (5, 0, 13, 2)]

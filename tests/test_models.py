@@ -99,6 +99,7 @@ def error(found: np.ndarray, exact: np.ndarray) -> float:
     return float(np.abs(np.asarray(found, np.float64) - exact).max())
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_logits_and_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     peer = PEERS[name].save(tmp_path)
@@ -117,6 +118,7 @@ def test_logits_and_tokens_are_those_of_transformers(name: str, tmp_path: Path) 
     assert found == [models_peer.peer_greedy(peer, prompt, 64) for prompt in prompts]
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     import torch
@@ -163,6 +165,7 @@ def test_what_is_saved_is_what_transformers_loads(name: str, tmp_path: Path) -> 
     assert (models_peer.peer_logits(back, tokens) == models_peer.peer_logits(peer, tokens)).all()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_bfloat16_is_within_its_rounding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where tokens go to the experts that float32 chooses: two scores may be closer than the rounding."""
@@ -201,6 +204,7 @@ def test_bfloat16_is_within_its_rounding(name: str, tmp_path: Path, monkeypatch:
     assert error(found[same], exact[same]) <= 2 * error(theirs[same], exact[same])
 
 
+@pytest.mark.turns(3)
 def test_a_step_rotates_each_sequence_by_its_own_length() -> None:
     """LongRoPE has frequencies for the original context and others beyond it; a batch may hold sequences of both."""
     values = {**models_peer.SIZES, "model_type": "phi3", "rope_parameters": LONGROPE}

@@ -101,6 +101,7 @@ def _complete(template: str, text: str | None, name: str) -> bool:
     )
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("share", [pytest.param(10, id="sample"), pytest.param(1, id="all", marks=pytest.mark.long)])
 def test_published_templates_render_what_transformers_renders(share: int, caplog: pytest.LogCaptureFixture) -> None:
     if not TEMPLATES:
@@ -251,6 +252,7 @@ def test_spans_of_generation_are_those_of_transformers() -> None:
     assert counted > 20
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "text",
     [
@@ -293,6 +295,7 @@ def test_a_template_is_tried_when_a_server_starts(monkeypatch: pytest.MonkeyPatc
     assert lines == ["chats may be declined: chat.jinja: the chat template rejects these messages: no chats"]
 
 
+@pytest.mark.turns(4)
 def test_a_chat_that_takes_its_time_does_not_hold_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_sandbox, "TIME_LIMIT_S", 2.0)
     plain = ChatTemplate("{{ messages[0].content }}", "x")

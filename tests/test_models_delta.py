@@ -28,6 +28,7 @@ def model() -> Decoder:
     return Decoder(config, rngs=nnx.Rngs(0), stacked=True)
 
 
+@pytest.mark.turns(6)
 def test_packed_sequences_do_not_mix(model: Decoder) -> None:
     first, second = (np.random.default_rng(i).integers(3, 131, n) for i, n in enumerate((9, 14)))
     row, ids = np.concatenate([first, second])[None], np.repeat([1, 2], (9, 14))[None]
@@ -37,6 +38,7 @@ def test_packed_sequences_do_not_mix(model: Decoder) -> None:
     np.testing.assert_allclose(packed, single, atol=2e-5)
 
 
+@pytest.mark.turns(6)
 def test_every_parameter_has_a_gradient(model: Decoder) -> None:
     tokens = jnp.asarray(np.random.default_rng(0).integers(3, 131, (1, 20)))
     loss = nnx.jit(nnx.grad(lambda m, t: jnp.sum(jnp.square(m.logits(m(t))))))

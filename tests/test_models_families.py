@@ -23,6 +23,7 @@ def test_every_family_has_a_tiny_model() -> None:
     assert set(FAMILIES) - set(TINY) <= set(WRAPPERS.values())
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", TINY)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     peer = TINY[name].save(tmp_path)

@@ -222,6 +222,7 @@ def test_quantized_weights_stay_close(quantize: str, directory: Path) -> None:
         assert ("gated_linear_unit" in names) == fused
 
 
+@pytest.mark.turns(6)
 def test_quantized_experts_stay_close_and_pack(tmp_path: Path) -> None:
     experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
     exact = Decoder(ModelConfig.from_dict({**VALUES, **experts}), rngs=nnx.Rngs(0))

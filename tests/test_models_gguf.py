@@ -87,6 +87,7 @@ def write(path: Path, architecture: str, peer: Any, values: dict[str, Any], quan
     return path
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("architecture", "name", "options", "values"),
     [

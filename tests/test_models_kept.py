@@ -38,6 +38,7 @@ def plain(model: Decoder) -> dict[str, Any]:
     return {f"{name} {layer}": value for name, _, layer, value in named_parameters(model)}
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_weights_are_the_plain_ones_in_fewer_bytes(name: str, tmp_path: Path) -> None:
     published, _ = write(name, tmp_path, num_hidden_layers=2)
@@ -57,6 +58,7 @@ def test_kept_weights_are_the_plain_ones_in_fewer_bytes(name: str, tmp_path: Pat
     assert np.abs(found - wanted).max() <= 2e-5 * np.abs(wanted).max()
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", KEPT)
 def test_64_greedy_tokens_are_those_of_the_plain_weights(name: str, tmp_path: Path) -> None:
     published, directory = write(name, tmp_path)

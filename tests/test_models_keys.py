@@ -150,6 +150,7 @@ def label(key: str, value: Any) -> str:
     return f"{key} deleted" if value is ABSENT else f"{key} = {value!r}"
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", TINY)
 def test_a_changed_key_is_read_as_transformers_reads_it(name: str) -> None:
     """What a file says is what the file says that transformers writes of it, where every key is present."""
@@ -230,6 +231,7 @@ def wrong_logits(name: str, count: int | None, directory: Path) -> list[str]:
     return [text for text in results if text is not None]
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", TINY)
 def test_a_changed_key_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     assert not wrong_logits(name, 1, tmp_path)

@@ -70,6 +70,7 @@ def same(one: Decoder, other: Decoder) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("quantize", [None, "int8", "int4", "fp8"])
 def test_kept_weights_are_those_of_packing(quantize, directory, monkeypatch):
     packed, said = load(directory, quantize, keep=False)
@@ -85,6 +86,7 @@ def test_kept_weights_are_those_of_packing(quantize, directory, monkeypatch):
     assert mapped.dtype == packed.dtype and mapped.stacked == packed.stacked
 
 
+@pytest.mark.turns(6)
 def test_an_engine_over_kept_weights_gives_the_same_tokens(directory):
     sizes = {"dtype": "float32", "max_sequences": 1, "max_length": 32, "max_tokens": 8, "page_size": 8}
     plans = [plan_load(directory, **sizes, keep_packed=keep) for keep in (False, True, True)]

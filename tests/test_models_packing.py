@@ -25,6 +25,7 @@ CONFIG = ModelConfig.from_dict(
 )
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("form", [None, "int8", "int4", "mxfp4", "fp8"])
 def test_packed_weights_compute_the_same(form, tmp_path):
     """Within float32's rounding, or that of rows to int8, which 8-bit floats do without."""

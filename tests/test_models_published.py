@@ -26,6 +26,7 @@ def test_a_published_checkpoint_is_its_plain_weights(name: str, tmp_path: Path) 
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", FURTHER)
 def test_options_of_formats_are_held_in_their_own_numbers(name: str, tmp_path: Path) -> None:
     published, _ = write(name, tmp_path)

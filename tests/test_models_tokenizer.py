@@ -52,6 +52,7 @@ def test_a_chat_is_that_of_transformers(directory: Path) -> None:
     assert ours.decode(ours.encode("grüß 你")) == "grüß 你"
 
 
+@pytest.mark.turns(4)
 @given(st.text(max_size=40))
 @settings(deadline=None, max_examples=50)
 def test_a_stream_gives_whole_characters_and_the_same_text(directory: Path, text: str) -> None:

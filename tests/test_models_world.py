@@ -93,6 +93,7 @@ WRAPPED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_the_text_part_of_a_vision_model_loads(name: str, tmp_path: Path) -> None:
     """Both the keys in `text_config` and the tensors under their prefix; the tower stays in the files."""

@@ -85,6 +85,7 @@ def of_any_size(implementation, config, width=256):
     return jax.block_until_ready(run(lhs, rhs))
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     ("config", "width"),
     [(TILES, 256), (WHOLE_DEPTH, 256), (TWO_AHEAD, 256), (TWO_AHEAD, 200), (WHOLE_DEPTH, 120)],
@@ -97,6 +98,7 @@ def test_kernel_with_groups_of_any_size(config, width):
     contract.close(got, of_any_size("xla", None, width), 1e-5)
 
 
+@pytest.mark.turns(3)
 def test_kernel_keeps_garbage_of_other_groups_out():
     """NaN in a group's rows stays in its rows, its own matrix' gradient, and nowhere else, though groups share
     tiles.
@@ -149,6 +151,7 @@ def check_visits(plan, rng, groups, m, block, every_group, offset):
         np.testing.assert_array_equal(following, [x[0] if len(x) else -1 for x in later])
 
 
+@pytest.mark.turns(3)
 def test_parts_of_the_groups_add_up():
     """Each device has two of the groups' matrices and all rows; offsets are traced."""
     lhs, rhs, sizes = draw(40, 8), draw(16, 8, 5, seed=1), np.arange(16, dtype=np.int32) % 4
@@ -171,6 +174,7 @@ def test_parts_of_the_groups_add_up():
     np.testing.assert_allclose(d_rhs, expected[1], atol=1e-5)
 
 
+@pytest.mark.turns(3)
 def test_what_group_offset_and_quantized_weights_demand():
     lhs, sizes = jnp.ones((4, 32)), jnp.array([1, 0, 3])
     weights = jnp.ones((2, 32, 8))
@@ -187,6 +191,7 @@ def test_what_group_offset_and_quantized_weights_demand():
         jax.grad(lambda q: grouped_gemm(lhs, q, sizes[:2]).sum())(q)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("pack", [False, True], ids=["QTensor", "packed"])
 def test_layer_of_quantized_experts(pack):
     """The layer of the dequantized experts; packed ones round the rows too."""
@@ -199,6 +204,7 @@ def test_layer_of_quantized_experts(pack):
     np.testing.assert_allclose(out, expected, atol=0.05 if pack else 1e-5)
 
 
+@pytest.mark.turns(3)
 def test_vmap_of_sizes_and_second_order():
     lhs, rhs, sizes = draw(30, 8), draw(3, 8, 5, seed=1), np.array([[10, 0, 20], [0, 7, 2]], np.int32)
     got = jax.jit(jax.vmap(lambda s: grouped_gemm(lhs, rhs, s)))(sizes)
@@ -341,6 +347,7 @@ def test_dispatch_and_back(capacity_factor):
     np.testing.assert_allclose(moe_combine(dispatch.rows, dispatch, routing), expected, atol=1e-5)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_no_tokens(capacity_factor):
     """They are dispatched to no rows, or to rows of zeros, and come back as none."""
@@ -393,6 +400,7 @@ def one_token_at_a_time(tokens, router, gate, up, down, top_k):
     return out
 
 
+@pytest.mark.turns(4)
 def test_layer_is_the_sum_over_experts():
     tokens, weights = draw(24, 6), parameters()
     layer = jax.jit(moe_layer, static_argnames=("top_k", "capacity_factor"))
@@ -474,6 +482,7 @@ def test_expert_parallel_is_one_device(name, monkeypatch):
     contract.close(gradients, expected_gradients, 1e-5)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("exchange", ["dense", "ragged"])
 def test_a_small_buffer_drops_and_says_so(exchange, monkeypatch):
     """With room for a share of the rows, what is beyond is counted, and what arrived is right."""
@@ -506,6 +515,7 @@ def test_errors_of_the_layer(change, text):
         moe_layer(**arguments)
 
 
+@pytest.mark.turns(3)
 def test_groups_scored_by_their_best_expert():
     """DeepSeek-V2's choice: a group with one outstanding expert is kept, though another has the better pair."""
     tokens = jnp.array([[3.0, -9.0, 2.0, 2.0]])
@@ -517,6 +527,7 @@ def test_groups_scored_by_their_best_expert():
         moe_routing(tokens, **how, group_score="mean")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_layer_of_gpt_oss(implementation):
     """The router's bias, the experts' biases and the clamped unit, as transformers computes them."""

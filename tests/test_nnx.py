@@ -27,6 +27,7 @@ def close(found, expected, tolerance=2e-5):
 Q, K, V = (2, 37, 8, 16), (2, 53, 2, 16), (2, 53, 2, 16)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,6 +60,7 @@ def test_attention_is_that_of_jax(options: dict[str, Any]):
     close(*grads)
 
 
+@pytest.mark.turns(3)
 def test_rows_past_the_query_lengths_give_zero():
     q, k, v = arrays(Q, K, V)
     lens = jnp.array([10, 37])
@@ -69,6 +71,7 @@ def test_rows_past_the_query_lengths_give_zero():
     close((out[0, :10], lse[0, :10], out[1], lse[1]), (expected[0, :10], residual[0, :10], expected[1], residual[1]))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_any_number_of_batch_axes(batch):
     q, k, v = (x[0] if not batch else jnp.broadcast_to(x, (2, 3, *x.shape[1:])) for x in arrays(*[(3, 20, 4, 8)] * 3))
@@ -102,6 +105,7 @@ def pair(name, *args, **options):
     return made
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "name, args, options",
     [
@@ -143,6 +147,7 @@ def test_a_layer_is_that_of_flax(name, args, options, dtype):
             np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()))
 
 
+@pytest.mark.turns(4)
 def test_decoding_with_a_cache_is_that_of_flax():
     mine, theirs = pair("Attention", 4, 32, decode=True)
     (x,) = arrays((2, 5, 32))
@@ -202,6 +207,7 @@ def test_memory_does_not_grow_with_the_scores():
         assert temporaries(ours.dot_product_attention) < scores / 4
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("precision", "products"),
     [

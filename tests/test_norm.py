@@ -98,6 +98,7 @@ def test_blocks_fit_the_chip_and_split_evenly(shape, chip):
         assert shape[0] % (2 * config.block_rows) == 0
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("rows", [40, 33])
 def test_several_steps_and_a_ragged_one(rows):
     """Parameter gradients leave out what lies past the last row, which starts as NaN in the interpreter."""

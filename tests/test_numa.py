@@ -76,6 +76,7 @@ def _python(*arguments, **environment):
     return done.stdout
 
 
+@pytest.mark.turns(4)
 @pytest.mark.skipif(ffi.why_not() is not None, reason="the native kernels are not built")
 def test_no_placement_changes_a_bit(tmp_path):
     nodes = _describe(tmp_path, "0", "1")

@@ -42,6 +42,7 @@ def in_fresh_process(code: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.turns(3)
 def test_an_ambient_implementation_is_known_before_any_operation_is_used():
     code = "import vishwamai as v\nwith v.kernel_config(implementation='xla_chunked'): print(v.current_config())"
     assert "xla_chunked" in in_fresh_process(code)
@@ -70,6 +71,7 @@ def imported() -> list[str]:
     ).splitlines()
 
 
+@pytest.mark.turns(3)
 def test_kernels_are_loaded_when_they_are_used():
     bare, command, one_used = imported()[:3]
     assert bare == command == "[]"
@@ -134,6 +136,7 @@ def test_the_benchmark_is_installed_without_libtpu():
     assert "libtpu: Google Cloud Platform Terms of Service" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.turns(3)
 def test_command_names_the_missing_package():
     """Without rich the command ends with the line that installs it, not with a traceback."""
     code = "import sys; sys.modules['rich'] = None; from vishwamai.cli import main; sys.exit(main())"
@@ -320,6 +323,7 @@ def test_python_versions_of_the_classifiers_are_those_of_the_readme():
     assert versions == tried and versions
 
 
+@pytest.mark.turns(3)
 def test_a_failed_native_build(sdist: Path, tmp_path: Path):
     """The metadata comes without a compiler and without a build. The wheel without the native module has the same, and
     the build says what is missing; or it is an error, where the module is required.

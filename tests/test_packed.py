@@ -70,6 +70,7 @@ def test_product_with_its_epilogue(dtype, tolerance, rows):
     np.testing.assert_allclose(np.asarray(scaled, np.float64), want, atol=2e-6 * np.abs(want).max(), rtol=0)
 
 
+@pytest.mark.turns(3)
 @needs_native
 def test_transforms():
     """grad of the other arguments, vmap over rows and over weights, donation; the weight itself has no gradient and

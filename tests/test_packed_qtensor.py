@@ -62,6 +62,7 @@ def close(got, want, dtype="float32") -> None:
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=tolerance * np.abs(want).max() + 1e-7)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("format, block_size", [*FORMATS, *FLOATS])
 def test_packing_keeps_every_bit(format, block_size, transpose):
@@ -96,7 +97,7 @@ def test_product(form, activations, implementation):
         close(got, oracle(x, weight, activations), dtype)
 
 
-@rotation.takes_turns(5, 24)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", rotation.in_turn(2, [((1, 1),), ((7, 33),), ((8, 32),), ((31, 1),), ((129, 40),)]))
 def test_sizes_that_fill_no_block(shape, implementation):
@@ -120,6 +121,7 @@ def test_epilogue_and_what_is_not_finite(implementation):
     assert np.isnan(out[1:3]).all() and (out[3] == 0).all() and np.isfinite(out[[0, 4]]).all()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_number_of_8_bit_floats(implementation):
     """All 256 codes, subnormal numbers and NaN among them, for few rows and for many, in float32 and bfloat16."""
@@ -133,6 +135,7 @@ def test_every_number_of_8_bit_floats(implementation):
         np.testing.assert_array_equal(out, np.broadcast_to(want, out.shape))  # 0 times NaN is NaN too
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_number_of_4_bit_floats(implementation):
     codes = jnp.arange(16, dtype=jnp.uint4).reshape(1, 16).repeat(32, axis=0)
@@ -148,6 +151,7 @@ def test_every_number_of_4_bit_floats(implementation):
             np.testing.assert_array_equal(out, np.broadcast_to(127 * want, out.shape))
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activations", ["int8", "exact"])
 def test_gated_linear_unit(activations, implementation):
@@ -163,6 +167,7 @@ def test_gated_linear_unit(activations, implementation):
             np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=3e-6 * np.abs(want).max())
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("form, activations", [EVERY[8], EVERY[9], (("int4", 32), "int8"), (FLOATS[0], "exact")])
 def test_grouped_gemm(form, activations, implementation):
@@ -184,6 +189,7 @@ def test_grouped_gemm(form, activations, implementation):
     close(np.asarray(cut), out[:5].astype(np.float64))
 
 
+@pytest.mark.turns(3)
 def test_transforms():
     """jit, vmap over rows and over weights; the gradient of the rows is straight-through, and the weight has none."""
     weight = weight_of("int8", 32, 64, 40)
@@ -211,6 +217,7 @@ def test_the_native_kernel_is_chosen():
     assert PACKED_PRODUCT.implementations[0].platform == "cpu"
 
 
+@pytest.mark.turns(3)
 def test_errors_name_what_is_wrong():
     good = weight_of("int8", 32, 64, 40)
     packed, other = pack_weight(good), pack_weight(weight_of("int4", 32, 64, 40))

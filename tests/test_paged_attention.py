@@ -69,6 +69,7 @@ def check(got, arrays, **options):
 RUNS = ((1, 5), (6, 11), (1, 1))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
 def test_what_no_sequence_owns_is_never_seen(implementation):
     """NaN in free pages and past a sequence's end, and page tables whose unused entries name no page at all."""
@@ -82,6 +83,7 @@ def test_what_no_sequence_owns_is_never_seen(implementation):
     check(got, (query, np.nan_to_num(pool), lens, table, starts))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
 def test_num_seqs_is_an_argument(implementation):
     """Sequences from `num_seqs` on do not count, whatever their tables hold; their tokens' rows are 0. More queries
@@ -96,6 +98,7 @@ def test_num_seqs_is_an_argument(implementation):
     assert (got[5:] == 0).all() and (got[2:4] == 0).all() and (got[4] != 0).all()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "dtype, unpack",
     [
@@ -136,6 +139,7 @@ def test_narrow_pages_by_the_chips_own_conversions(dtype, unpack):
         np.testing.assert_allclose(got, expected, rtol=2e-2, atol=2e-2 * np.nanmax(np.abs(expected)))
 
 
+@pytest.mark.turns(6)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), min_size=1, max_size=5),
     st.sampled_from([1, 3, 8]),
@@ -151,6 +155,7 @@ def test_any_batch(runs, page_size, heads, window):
     check(ragged_paged_attention(*arrays, window=window, implementation="xla"), arrays, window=window)
 
 
+@pytest.mark.turns(3)
 def test_latent_pages_may_be_wider_than_the_query():
     """Columns past the query's are no part of the products, and the update fills them with 0."""
     query, pool, lens, table, starts = problem(RUNS)
@@ -164,6 +169,7 @@ def test_latent_pages_may_be_wider_than_the_query():
     assert {tuple(row) for row in written.reshape(-1, 16)} == {(7.0,) * 16, (1.0,) * 12 + (0.0,) * 4}
 
 
+@pytest.mark.turns(4)
 def test_as_flash_attention():
     """One sequence of which all tokens are new is causal attention; of which the last are, causal attention aligned
     bottom right.
@@ -178,6 +184,7 @@ def test_as_flash_attention():
         np.testing.assert_allclose(got, np.moveaxis(np.asarray(expected)[0], 1, 0), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.turns(3)
 def test_a_gradient_is_an_error_that_explains_itself_and_offered_by_the_reference():
     query, pool, lens, table, starts = problem(RUNS)
 
@@ -209,6 +216,7 @@ def temporary_bytes(sequences, kv_len):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.turns(4)
 def test_the_reference_holds_one_step_at_a_time():
     """Its memory does not grow with the length of the sequences, and with their number no faster than it."""
     small = temporary_bytes(8, 1024)
@@ -216,6 +224,7 @@ def test_the_reference_holds_one_step_at_a_time():
     assert temporary_bytes(32, 1024) <= 5 * small
 
 
+@pytest.mark.turns(6)
 @needs_libtpu
 def test_only_live_pages_are_read():
     """By the schedule: a batch with an eighth of the keys, or a window, moves about an eighth of the bytes, in the same
@@ -245,6 +254,7 @@ def new_rows(tokens, heads, dim, seed=7):
     return [rng.standard_normal((tokens, heads, dim)).astype(np.float32) for _ in range(2)]
 
 
+@pytest.mark.turns(3)
 def test_update_then_attend():
     """What is written is what is attended to; rows of others stay; tokens past the last sequence are not written."""
     query, pool, lens, table, starts = problem(RUNS)
@@ -356,6 +366,7 @@ class TestUpdateOnTheCpu:
         expected = pool.at[page, slot].set(rows, mode="drop")
         np.testing.assert_array_equal(jax.jit(paged_rows.put)(pool, rows, page, slot), expected)
 
+    @pytest.mark.turns(3)
     def test_transforms(self):
         """vmap and the gradient are those of the scatter; a pool that is not donated stays."""
         query, pool, lens, table, starts = problem(RUNS)
@@ -376,6 +387,7 @@ class TestUpdateOnTheCpu:
         assert np.abs(of_key).min() > 0
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
 @pytest.mark.parametrize("tokens", [1, 5, 300])  # the last: more than are under way at once, on both cores
 def test_the_tpu_kernel_of_the_update_is_the_scatter(dtype, tokens):
@@ -454,7 +466,7 @@ def trees(columns, sequences=2, new=16, length=1500):
     return (*arrays, lens, table, starts), np.ones((sequences * new, columns), bool)
 
 
-@rotation.takes_turns(5, 14)
+@pytest.mark.turns(5)
 @needs_libtpu
 def test_a_tree_costs_its_own_blocks_only():
     """By the schedule on v5e: blocks without new tokens run the code of a call without the mask."""

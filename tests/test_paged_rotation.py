@@ -43,6 +43,7 @@ def by_apply_rope(key, pairs, interleaved):
     return jnp.concatenate([rest, turned[:, 0]], 1) if latent else turned, (cache.cos, cache.sin)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("pairs", [DIM // 2, 3])
 @pytest.mark.parametrize("form", ["combined", "separate", "latent"])
@@ -65,6 +66,7 @@ def test_as_apply_rope_then_the_update(dtype, pages, form, pairs, interleaved):
                 np.testing.assert_allclose(a, b, rtol=0, atol=2**-24 * 2 * np.abs(key).max())
 
 
+@pytest.mark.turns(3)
 def test_float64_turns_in_float64():
     with jax.enable_x64(True):
         pools, key, value, *places = problem("combined", "float64")
@@ -87,6 +89,7 @@ def test_attention_to_the_pages_is_rotary():
     np.testing.assert_allclose(*(ragged_paged_attention(query, x, *places) for x in pages), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.turns(4)
 def test_transforms():
     """vmap, and the gradient, which turns back."""
     pools, key, value, *places = problem("separate")
@@ -147,6 +150,7 @@ def test_errors_name_the_argument(options, match):
         update_pages(pools, key, value, *places, **options)
 
 
+@pytest.mark.turns(4)
 @needs_libtpu
 @pytest.mark.parametrize("interleaved", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_on_a_tpu_no_rotated_keys_go_through_hbm(interleaved):

@@ -235,6 +235,7 @@ def test_where_pieces_do_not_pay():
     assert chip.pieces == 2 and chip.exposed == chip.exchange == 0.0
 
 
+@pytest.mark.turns(3)
 def test_the_model_decides_and_explain_says_so():
     def products(room):
         rows = jax.ShapeDtypeStruct((8, 8, room, 4096), jnp.bfloat16)
@@ -327,6 +328,7 @@ def test_wrong_arguments(wrong, message):
         wrong()
 
 
+@pytest.mark.turns(4)
 def test_a_checkpointed_layer_next_to_an_explicit_axis():
     """Experts over a manual axis, a second axis explicit: with `check_vma=False`, gradients are those of one device."""
     mesh = jax.make_mesh((2, 2), ("expert", "data"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])

@@ -51,6 +51,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_torch_scaled_dot_product_attention(name):
     """`causal` with unequal lengths stands top left in torch too; a bool mask is True = attend there too."""
@@ -84,6 +85,7 @@ def test_torch_scaled_dot_product_attention(name):
     agree(ours, theirs)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"window": (9, 4)}, {"causal": True, "window": (5, 0)}], ids=str
 )

@@ -58,6 +58,7 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.turns(3)
 def test_an_allocation_is_that_of_the_step_that_it_describes():
     planner = performance.MemoryPlanner(SMALL, "v5e:2x2", step={"remat": "full", "microbatches": 2})
     found = planner.allocate(16, 64, 128)
@@ -138,6 +139,7 @@ def test_what_cannot_be_planned(call, error, words):
         call()
 
 
+@pytest.mark.turns(3)
 def test_the_forward_pass_gives_the_logsumexp():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 2, 40, 16))
     out, lse = performance.flash_attention_forward(q, k, v, 16, causal=True, return_lse=True)

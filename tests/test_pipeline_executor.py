@@ -130,6 +130,7 @@ def test_with_fsdp_and_tensor_parallelism_in_a_stage(kind):
     check(schedules, mesh, 16, split_over_devices, batch_axes=("fsdp",), param_specs=specs)
 
 
+@pytest.mark.turns(3)
 def test_gradients_apart():
     """The input gradient has one product of a layer, and the weight gradient the other: nothing is computed twice."""
     params, _, x, _ = model(1, 4)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import rotation
 from vishwamai import aot, planning
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError, KernelError
@@ -193,7 +192,7 @@ def test_every_single_change_of_a_configuration():
     ]
 
 
-@rotation.takes_turns(5, 8)
+@pytest.mark.turns(5)
 def test_the_time_by_formulas_grows_with_what_is_computed_again():
     wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 16}
     model = {"config": wide | {"model_type": "llama", "max_position_embeddings": 128}, "compute_dtype": "bfloat16"}
@@ -287,6 +286,7 @@ def test_options_of_the_compiler_reach_a_probe_and_have_answers_of_their_own(mon
         planning.verify(lambda a: a @ a, x, target="v5e", compiler_options={"xla_tpu_scoped_vmem_limit_kb": 1})
 
 
+@pytest.mark.turns(3)
 def test_the_command_says_what_to_change(capsys, monkeypatch, tmp_path):
     peak = planning.PeakMemory("v5e", Estimate(20 * GIB, "probe"), 16 * GIB, ())
     found = planning.Diagnosis(peak, (dataclasses.replace(change("remat=full", 0.25, 9), limit=10),))

@@ -119,6 +119,7 @@ def test_a_program_over_a_slice(kind):
     assert found.parts["arguments"].value == pytest.approx(10 * MIB, rel=0.01)
 
 
+@pytest.mark.turns(3)
 @needs_libtpu
 def test_what_fits_and_what_does_not():
     x = jax.ShapeDtypeStruct((70_000, 70_000), jnp.float32)

@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
-import rotation
 from plans import GIB, LLAMA, training
 from vishwamai import aot, planning
 from vishwamai.aot.compile import libtpu
@@ -163,7 +162,7 @@ def test_a_deeper_pipeline_with_few_microbatches_takes_longer():
     assert microbatches_kept(staged(mesh={"data": 4}), described(config)) == 1
 
 
-@rotation.takes_turns(5, 16)
+@pytest.mark.turns(5)
 def test_a_stage_has_its_share_of_the_layers():
     whole = training_memory(staged(mesh={"data": 4}), "v5e:2x2").parts
     found = training_memory(staged(), "v5e:2x2").parts
@@ -233,6 +232,7 @@ def test_a_search_keeps_the_stages():
         list(candidates(staged(mesh={"pipeline": 3}), "v5e:2x4"))
 
 
+@pytest.mark.turns(3)
 def test_a_search_over_stages_asks_the_compiler_for_them(monkeypatch):
     asked = []
 

@@ -12,7 +12,6 @@ import sys
 import pytest
 from rich.console import Console
 
-import rotation
 from plans import GIB, LLAMA, training
 from vishwamai import planning
 from vishwamai.cli import main
@@ -71,7 +70,7 @@ def fake_trace(config, target):
     return planning.Program(name, target, b"", (), name)
 
 
-@rotation.takes_turns(3, 0)
+@pytest.mark.turns(3)
 def test_a_search_probes_in_order_and_verifies_what_fits(monkeypatch):
     monkeypatch.setattr(search, "trace_training", fake_trace)
     asked = []
@@ -101,6 +100,7 @@ def test_a_search_probes_in_order_and_verifies_what_fits(monkeypatch):
     assert said[1][1] is None and all(left > 0 for _, left in said[2:])  # before the first probe nothing is known
 
 
+@pytest.mark.turns(4)
 def test_a_search_compiles_the_best_meshes_and_takes_the_fastest(monkeypatch, tmp_path):
     monkeypatch.setattr(search, "trace_training", fake_trace)
     timed = []
@@ -153,6 +153,7 @@ def timed_at(seconds):
     return memory, planning.StepTime("v5e:2x2", found, {"kernels": found}, {}, (row,), memory)
 
 
+@pytest.mark.turns(4)
 def test_a_search_takes_moments_of_fewer_bits_where_nothing_else_fits(monkeypatch, tmp_path):
     def traced(config, target):
         program = fake_trace(config, target)
@@ -251,7 +252,7 @@ sys.exit(main(["plan", sys.argv[1], "--target", "v5e"]))
 """
 
 
-@rotation.takes_turns(3, 2)
+@pytest.mark.turns(3)
 def test_libtpu_does_not_complain_that_there_is_no_tpu(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps({"model": {"config": LLAMA}, "data": {"sequence_length": 128}}))
@@ -261,6 +262,7 @@ def test_libtpu_does_not_complain_that_there_is_no_tpu(tmp_path):
     assert "TPU_" not in done.stderr and "InitGoogle" not in done.stderr
 
 
+@pytest.mark.turns(4)
 def test_a_pod_of_18_thousand_devices_is_planned_by_formulas():
     model = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
     config = training(batch_size=18432, mesh={"data": 72, "fsdp": 256})
@@ -272,7 +274,7 @@ def test_a_pod_of_18_thousand_devices_is_planned_by_formulas():
     assert found.parts["parameters"].value < alone.parts["parameters"].value / 100
 
 
-@rotation.takes_turns(3, 1)
+@pytest.mark.turns(3)
 def test_a_search_that_is_interrupted_says_what_it_has(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(search, "trace_training", fake_trace)
     timed = []
@@ -362,6 +364,7 @@ def test_a_plan_declines_what_training_declines(tmp_path, capsys, overrides, wor
     assert re.search(words, capsys.readouterr().err)
 
 
+@pytest.mark.turns(6)
 def test_a_plan_of_all_devices_prints_the_mesh_that_it_compiles(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text(json.dumps(to_dict(training(optimization={"use_pjit": True}))))
     assert main(["plan", str(tmp_path / "c.yaml"), "--target", "v5e:2x2", "--no-verify", "--json"]) == 0
@@ -371,6 +374,7 @@ def test_a_plan_of_all_devices_prints_the_mesh_that_it_compiles(tmp_path, capsys
     assert 0.97 * plan["chosen"]["step_seconds"] < high and low < high
 
 
+@pytest.mark.turns(6)
 def test_a_plan_takes_automatic_remat(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text(json.dumps(to_dict(training(remat="auto:12GiB"))))
     assert main(["plan", str(tmp_path / "c.yaml"), "--target", "v5e", "--no-verify"]) == 0

@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import rotation
 from vishwamai import aot, planning
 from vishwamai.aot.compile import libtpu
 from vishwamai.core.errors import DeviceError, UnsupportedError
@@ -315,7 +314,7 @@ def test_the_time_of_a_compiled_program_over_a_slice(monkeypatch, tmp_path):
 
 
 @needs_libtpu
-@rotation.takes_turns(2, 1)
+@pytest.mark.turns(2)
 def test_tables_that_hold_numbers_steer_the_kernels_of_a_decoding_step():
     """Pages of four times the tokens take about four times as long; of a table's shape alone nothing is known."""
     model = {"model_type": "llama", "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 1024}
@@ -474,6 +473,7 @@ def test_a_program_keeps_the_order_of_its_mesh():
     assert devices_in_order(one) == libtpu.devices_for("v5e")
 
 
+@pytest.mark.turns(6)
 def test_the_range_of_times_is_that_of_the_published_steps():
     sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
     import published_steps

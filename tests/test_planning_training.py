@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rotation
 from plans import GIB, LLAMA, training
 from vishwamai import aot, planning
 from vishwamai.cli import main
@@ -214,6 +213,7 @@ def test_sums_of_microbatches_are_alive_when_they_are():
     assert many.total.value - one.total.value == pytest.approx(gradients)
 
 
+@pytest.mark.turns(4)
 def test_gradients_that_are_split_are_added_up_in_place():
     def found(microbatches):
         section = {"config": LLAMA | {"vocab_size": 65536}, "compute_dtype": "bfloat16"}  # its gradient is the peak
@@ -224,7 +224,7 @@ def test_gradients_that_are_split_are_added_up_in_place():
     assert two.total.value - one.total.value == pytest.approx(one.parts["gradients"].value)
 
 
-@rotation.takes_turns(3, 0)
+@pytest.mark.turns(3)
 @needs_libtpu
 def test_sums_of_microbatches_are_split_as_their_parameters_are():
     vocab, hidden, devices = 65536, 512, 16
@@ -268,7 +268,7 @@ def test_exact_parts_of_a_training_step():
     assert half["parameters"].value == (4 * count - norms) / 4 + norms
 
 
-@rotation.takes_turns(3, 2)
+@pytest.mark.turns(3)
 def test_adapters_scales_and_pairs_are_counted():
     plain = training_memory(training(), "v5e").parts
     found = training_memory(training(lora={"rank": 4, "targets": "/(gate|up)$"}), "v5e").parts
@@ -334,7 +334,7 @@ def test_what_cannot_be_planned(keys, target, error, words):
         training_memory(config, target)
 
 
-@rotation.takes_turns(5, 19)
+@pytest.mark.turns(5)
 def test_experts_and_heads_of_a_mixture_take_their_share():
     mixture = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 8}
     config = training(mesh={"data": 8})
@@ -548,6 +548,7 @@ def test_formulas_of_scales_adapters_and_pairs_are_near_the_probe(keys, target):
     assert one.probe is not None and one.analytic.value == pytest.approx(one.probe.value, rel=0.25)
 
 
+@pytest.mark.turns(3)
 def test_an_embedding_whose_rows_are_exchanged_is_the_trained_one():
     config = training_config(llama_like(512, 512), {"mesh": {"fsdp": 4}}, "v5e:2x2", 8, 512)
     assert exchanged_embedding(config) == 32000 * 512 * 4 / 4

@@ -75,6 +75,7 @@ print(found)
 """
 
 
+@pytest.mark.turns(3)
 def test_a_trace_is_written_and_read_back(tmp_path):
     """In a process of its own: one with libtpu loaded takes no trace."""
     ended = subprocess.run(

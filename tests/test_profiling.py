@@ -71,6 +71,7 @@ def test_times_are_those_of_the_operation(monkeypatch):
     assert f"{row.seconds * 1e3:.3f}" in prof.summary()
 
 
+@pytest.mark.turns(4)
 def test_a_kernel_is_timed_whole_and_taken_apart():
     @tpu_kernel
     def kernel(x):

@@ -32,6 +32,7 @@ def _normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_rounding_is_to_the_nearest_of_a_block(format, axis):
@@ -72,6 +73,7 @@ def test_a_percentile_lets_outliers_saturate():
     assert gradient[-1] == 0 and gradient[500] == 1
 
 
+@pytest.mark.turns(3)
 def test_a_block_longer_than_the_axis_costs_no_memory():
     from vishwamai import torch as vt
 
@@ -92,6 +94,7 @@ def test_what_is_not_finite_spoils_its_block_and_no_other():
     assert (dequantize(quantize(jnp.zeros((3, 4)))) == 0).all()
 
 
+@pytest.mark.turns(3)
 def test_a_qtensor_goes_through_transforms():
     w = _normal(3, 64, 16)
     stacked = jax.vmap(lambda w: quantize(w, "int4", axis=-2, block_size=32))(w)
@@ -102,6 +105,7 @@ def test_a_qtensor_goes_through_transforms():
     np.testing.assert_allclose(scanned, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.turns(3)
 def test_gradients():
     """Activations have one through a QTensor; its own is an error that names it, and `fake_quantize` is
     straight-through.
@@ -136,6 +140,7 @@ def test_errors(call, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "format, block_size, transposed, cores", [("int4", 32, False, 2), ("mxfp4", 32, True, 1), ("int8", None, False, 1)]
 )
@@ -151,6 +156,7 @@ def test_tiles_stream_through_a_ring(format, block_size, transposed, cores):
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=2e-2, atol=0.2)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "format, block_size, unpack, cores",
     [

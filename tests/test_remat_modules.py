@@ -64,6 +64,7 @@ def agree(x, y):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), x, y)
 
 
+@pytest.mark.turns(4)
 def test_blocks_of_nnx():
     x = jax.random.normal(jax.random.key(0), (64, 8))
     plain, other = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))

@@ -184,6 +184,7 @@ def close(function, args, target="v5e", expected="flash_attention", words=""):
     return report
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("function", "words"),
     [

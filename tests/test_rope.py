@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-import rotation
 import vishwamai
 from vishwamai import (
     LinearScaling,
@@ -110,6 +109,7 @@ def by_transformers(parameters, positions, query, key):
     return [x.numpy() for x in modeling.apply_rotary_pos_emb(q, k, cos, sin)]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 def test_scalings_are_those_of_transformers(name, jitted):
@@ -138,6 +138,7 @@ def test_fixed_ntk_stretches_the_slowest_pair_by_the_factor():
     np.testing.assert_allclose(stretched[[0, -1]], plain[[0, -1]] / [1, 4])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("model, sections", [("Qwen2VL", [8, 12, 12]), ("Qwen3VL", [12, 10, 10])])
 def test_mrope_is_that_of_qwen(model, sections):
     torch = pytest.importorskip("torch", reason="torch is an optional dependency")
@@ -189,6 +190,7 @@ def test_backward_is_the_inverse_rotation_and_keeps_nothing_of_the_queries():
         np.testing.assert_allclose(back, x, atol=1e-5)
 
 
+@pytest.mark.turns(4)
 def test_cache():
     query = normal((2, 3, 10, 16))
     positions = jnp.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
@@ -325,7 +327,7 @@ def test_blocks_fit_the_chip(heads, length, head_dim, layout, chip):
         assert config.with_block_size(block_size).block_positions % 8 == 0
 
 
-@rotation.takes_turns(5, 11)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_several_steps_and_a_ragged_one(layout):
     from jax.experimental.pallas import tpu as pltpu
@@ -338,7 +340,7 @@ def test_several_steps_and_a_ragged_one(layout):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-@rotation.takes_turns(5, 12)
+@pytest.mark.turns(5)
 def test_second_order_and_the_tables_gradient():
     """Reverse over reverse goes through the reference; cos and sin have gradients, for what is learned in front of
     them.
@@ -369,7 +371,7 @@ def test_explain_says_what_runs():
     assert explain(apply_rope, x).calls[0].runs == ("xla" if ffi.why_not() else "native_cpu")
 
 
-@rotation.takes_turns(5, 13)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_one_kv_head_beside_query_heads_on_several_devices(kind, layout):

@@ -41,7 +41,7 @@ def test_parameters_in_turn(monkeypatch):
     assert [{mark.name for mark in one.marks} for one in given] == [{"rotating", "long"}, {"rotating"}]
 
 
-@rotation.takes_turns(5, 4)
+@pytest.mark.turns(5)
 def test_a_seed_repeats_a_run():
     """Another process with the seed of the header chooses the same cases; another seed chooses others."""
 
@@ -64,13 +64,19 @@ def test_a_seed_repeats_a_run():
     assert chosen(1) == chosen(1) != chosen(2)
 
 
-def test_whole_tests_in_turn(monkeypatch):
-    def marks(seed, index):
-        def test():
-            pass
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("number", range(9))
+def test_each_case_takes_its_turn(monkeypatch, request, number):
+    """A case with `turns(3)` runs by default under one of three seeds in a row, today's among them if it is here."""
 
+    def is_default(seed: int) -> bool:
+        item = pytest.Function.from_parent(request.node.parent, name=request.node.name, callobj=lambda: None)
+        item.add_marker(pytest.mark.turns(3))
         monkeypatch.setattr(rotation, "SEED", seed)
-        return {mark.name for mark in rotation.takes_turns(2, index)(test).pytestmark}
+        rotation.turns(item)
+        assert item.get_closest_marker("rotating")
+        return item.get_closest_marker("long") is None
 
-    assert marks(0, 0) == marks(1, 1) == {"rotating"}
-    assert marks(0, 1) == marks(1, 0) == {"rotating", "long"}
+    today = rotation.SEED
+    assert [is_default(today + days) for days in range(3)].count(True) == 1
+    assert is_default(today) == (request.node.get_closest_marker("long") is None)

@@ -172,6 +172,7 @@ def test_a_client_that_leaves_frees_its_pages(address, engine):
     assert engine.statistics.finished["cancelled"] > before
 
 
+@pytest.mark.turns(3)
 def test_a_full_queue_says_when_to_come_again(address, client, engine):
     slow = {"model": "tiny", "prompt": "x", "max_tokens": 390, "n": 5, "temperature": 1.0}
     thread = threading.Thread(target=lambda: client.completions.create(**slow, extra_body={"ignore_eos": True}))
@@ -197,6 +198,7 @@ def test_what_operators_read(address, client, engine):
     assert page.headers["content-type"].startswith("text/html") and "default-src 'none'" in str(page.headers)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_failed_says_so_everywhere(path, monkeypatch):
     planned = plan_load(path, dtype="float32", max_sequences=1, max_tokens=32, max_length=64, page_size=8)
@@ -262,6 +264,7 @@ def test_limits_are_the_engines(engine):
     assert engine.limits == Limits(max_sequences=2, max_tokens=32, max_length=400, page_size=8)
 
 
+@pytest.mark.turns(3)
 def test_an_encoder_alone(tmp_path):
     write_encoder(tmp_path)
     encoder = SentenceEncoder.from_pretrained(tmp_path)

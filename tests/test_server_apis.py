@@ -69,6 +69,7 @@ def test_messages_are_those_of_chats(client, address):
     assert client.messages.count_tokens(model="qwen", messages=USER, system="Be brief.").input_tokens == prompt
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_are_called_and_their_results_come_back(client, stream):
     ask = {"model": "qwen", "messages": USER, "tools": TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 80}
@@ -117,6 +118,7 @@ def test_errors_have_the_form_of_anthropic(client, address):
         )
 
 
+@pytest.mark.turns(3)
 def test_a_decoder_scores_pairs_as_transformers_does(address, path):
     headers = {"Authorization": "Bearer secret"}
     texts = ["Paris is the capital of France.", "Bread is made of flour {and water}."]
@@ -182,6 +184,7 @@ def test_names_keys_and_reasons_of_the_end(address):
     assert chunks[-1]["choices"][0]["stop_reason"] == token
 
 
+@pytest.mark.turns(3)
 def test_the_best_answers_of_several(address):
     ask = {"prompt": "The", "temperature": 1.0, "seed": 4, "max_tokens": 5, "logprobs": 0, "ignore_eos": True}
     headers = {"x-api-key": "secret"}

@@ -149,6 +149,7 @@ def limited(engine, monkeypatch):
     thread.join(30)
 
 
+@pytest.mark.turns(3)
 def test_silent_connections_end_and_keep_nobody_out(limited):
     host, port = limited.removeprefix("http://").split(":")
     silent = [socket.create_connection((host, int(port)), timeout=5) for _ in range(20)]
@@ -223,6 +224,7 @@ def compiler(engine):
     found.close()
 
 
+@pytest.mark.turns(6)
 def test_a_grammar_has_limits_of_its_own(compiler, monkeypatch):
     """The trial is a process: its stack, memory and time end it alone."""
     monkeypatch.setattr("vishwamai.inference.guided.MAX_REFERENCES", 10_000)

@@ -68,6 +68,7 @@ def peer_scores(path, ids):
     return logprobs[np.arange(len(ids) - 1), ids[1:]], logprobs[:-1]
 
 
+@pytest.mark.turns(3)
 def test_scores_of_prompts_equal_those_of_transformers(client, path, engine):
     batch = [list(engine.tokenizer.encode(text)) for text in (PROMPT, "2 + 2 = 4")]
     # As lm-eval asks: a batch of token ids of different lengths; the last token is an answer.
@@ -104,6 +105,7 @@ def test_prompt_logprobs_name_the_rank(client, path, engine):
     assert chat.model_extra["prompt_logprobs"][0] is None
 
 
+@pytest.mark.turns(4)
 def test_log_probabilities_have_each_token_and_its_bytes(client, engine):
     ask = {"model": "qwen", "temperature": 1.5, "seed": 2, "max_tokens": 60}
     chat = client.chat.completions.create(messages=USER, logprobs=True, top_logprobs=20, **ask)
@@ -213,6 +215,7 @@ def test_usage_comes_with_every_chunk(client):
     assert counts == sorted(counts) and counts[-1] == 4 and parts[-1].choices == []
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_is_written_with_the_tokens_of_the_marks(client, stream):
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
@@ -249,6 +252,7 @@ def test_one_call_where_parallel_calls_are_off():
         assert len(message["tool_calls"]) == count
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("form", ["hermes", "mistral", "llama3_json"])
 @pytest.mark.parametrize("as_tokens", [True, False])
 def test_once_a_call_begins_its_strict_arguments_follow_the_schema(engine, tmp_path, form, as_tokens):
@@ -280,6 +284,7 @@ def test_once_a_call_begins_its_strict_arguments_follow_the_schema(engine, tmp_p
     assert not accepts(call("weather", "x")) and not accepts(call("other", "C"))
 
 
+@pytest.mark.turns(6)
 def test_tools_reach_a_model_whose_template_does_not_read_them(tmp_path):
     write_model(tmp_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
     planned = plan_load(tmp_path, dtype="float32", max_sequences=1, max_tokens=64, max_length=500)
@@ -343,6 +348,7 @@ def test_texts_become_tokens_and_texts_again(address, engine):
     assert chat["count"] == asked.json()["usage"]["prompt_tokens"]
 
 
+@pytest.mark.turns(6)
 def test_a_sequence_is_as_long_as_the_model_where_pages_hold_it(path):
     sizes: Any = {"dtype": "float32", "max_sequences": 4, "max_tokens": 64}
     long = world.tiny("qwen3", max_position_embeddings=20_000)

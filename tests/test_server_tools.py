@@ -349,6 +349,7 @@ def test_calls_behind_a_special_mark_are_found(marked, stream):
     assert ids[0] == 259 and json.loads(arguments) == {"a": 4}
 
 
+@pytest.mark.turns(6)
 def test_without_a_known_form_a_forced_call_is_an_error(tmp_path):
     write_model(tmp_path, "{{ tools }}{{ messages[0].content }}")
     planned = plan_load(tmp_path, dtype="float32", max_sequences=1, max_tokens=32, max_length=400)

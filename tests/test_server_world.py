@@ -225,6 +225,7 @@ def typed(kind: typing.Any, draw: random.Random) -> typing.Any:
     return draw.choice(plain[kind])
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.long)])
 def test_every_field_of_the_api_is_answered_or_declined(server, qwen, count):
     kinds = {

@@ -87,6 +87,7 @@ def test_the_gradient_of_the_values_stays_sparse():
     assert memory is not None and memory.temp_size_in_bytes < 4e6  # the matrix would be 67 MB
 
 
+@pytest.mark.turns(3)
 def test_second_order_goes_through_the_reference():
     values, x = values_for(2), jnp.asarray(RNG.standard_normal((3, 24)), jnp.float32)
     indices = np.array([[0, 1], [2, 0]])

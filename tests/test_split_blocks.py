@@ -55,7 +55,7 @@ def inputs():
     return (q, k, v, bias, jax.random.normal(keys[4], (4,))), jax.random.normal(keys[5], (2, 4, LENGTH, 8))
 
 
-@rotation.takes_turns(5, 15)
+@pytest.mark.turns(5)
 @pytest.mark.filterwarnings("ignore::vishwamai.FallbackWarning")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=rotation.one_in(4, i) if i else ()) for i, n in enumerate(CASES)]

@@ -109,6 +109,7 @@ def test_links_of_the_mesh_in_force():
     assert "(v5e, a box of 4x4 chips)" in note(*shapes(4096, 16, 16, box, P(None, None, ("a", "sequence"))))
 
 
+@pytest.mark.turns(3)
 def test_a_gathered_choice_is_one_device():
     """Short sequences are gathered, forward and backward, and the result stays split."""
     keys = jax.random.split(jax.random.key(0), 6)

@@ -116,6 +116,7 @@ def test_explicit_axes_are_followed_along_the_keys(name):
     assert heads or ("all-gather" in (text or "")) == (wanted is not None)
 
 
+@pytest.mark.turns(3)
 def test_pages_of_several_devices():
     """A cache whose pages lie on four devices, each with its own tables: the parts are merged."""
     devices, size, heads, dim = 4, 4, 2, 16

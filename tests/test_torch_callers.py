@@ -81,6 +81,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_one_graph(name):
     torch._dynamo.reset()
@@ -118,6 +119,7 @@ def test_meta_tensors_have_the_shapes_of_results(name):
     assert got.is_meta and got.shape == want.shape and got.dtype == want.dtype
 
 
+@pytest.mark.turns(4)
 def test_importing_does_not_import_the_compiler():
     check = "import sys, vishwamai.torch; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

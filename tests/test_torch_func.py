@@ -76,6 +76,7 @@ def inner(xs, ys):
     return sum((x * y).sum() for x, y in zip(xs, ys, strict=True))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", CASES)
 def test_tangents_are_those_of_reverse_mode(name):
     """<J t, u> = <t, J^T u>; by `torch.func.jvp`, by dual tensors, by `linearize`, for each argument alone, too."""
@@ -129,6 +130,7 @@ def test_gradients_by_func(name):
 SMALL = {name: case for name, case in CASES.items() if name in ("gemm", "norm", "softmax", "activation")}
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", SMALL)
 def test_jacobians(name):
     """By `jacfwd`, and by `torch.autograd.functional.jacobian` in forward mode, vectorized; and the hessian."""

@@ -82,6 +82,7 @@ EQUATIONS = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_einsum(equation):
     arrays: list[Any] = [draw(*shape, seed=i) for i, shape in enumerate(EQUATIONS[equation])]
@@ -99,6 +100,7 @@ def test_einsum(equation):
 FORMATS = ["int8", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2"]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("axis, block_size", [(-1, None), (0, None), (None, None), (-2, 32)])
 def test_quantize(format, axis, block_size):
@@ -203,7 +205,7 @@ ROUTINGS = {
 }
 
 
-@rotation.takes_turns(5, 23)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("name", rotation.in_turn(2, ROUTINGS))
 @pytest.mark.parametrize("capacity_factor", [None, 0.7])
 def test_moe(name, capacity_factor):
@@ -243,6 +245,7 @@ def test_moe(name, capacity_factor):
         np.testing.assert_array_equal(getattr(dispatch, field).numpy(), np.asarray(getattr(wanted, field)))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 def test_moe_of_a_gate_of_minus_infinity(activation):
     """The unit's limit, 0, in JAX and in torch."""
@@ -256,7 +259,7 @@ def test_moe_of_a_gate_of_minus_infinity(activation):
         assert (np.abs(out) < 1e-30).all()
 
 
-@rotation.takes_turns(5, 7)
+@pytest.mark.turns(5)
 def test_the_clamped_layer_compiles_in_one_graph():
     leaves = [torch.tensor(draw(*s)) for s in ((5, 8), (8, 4), (4, 8, 6), (4, 8, 6), (4, 6, 8), (4, 6), (4, 6), (4, 8))]
 

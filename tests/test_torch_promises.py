@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import rotation
-
 torch = pytest.importorskip("torch")
 
 import contract  # noqa: E402
@@ -109,7 +107,7 @@ def test_a_second_derivative_is_an_error_of_ours(name):
         gradient.square().sum().backward()
 
 
-@rotation.takes_turns(5, 22)
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("scaling", [None, "dynamic"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_rope_of_positions_compiles_in_one_graph(scaling, dynamic):
@@ -125,6 +123,7 @@ def test_rope_of_positions_compiles_in_one_graph(scaling, dynamic):
         assert torch.equal(fast(x, positions), model(x, positions))
 
 
+@pytest.mark.turns(3)
 def test_rope_counts_from_0_in_one_graph():
     x = torch.randn(1, 2, 5, 8)
     fast = torch.compile(vt.apply_rope, fullgraph=True, backend="aot_eager")

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import rotation
 from benchmark_files import loaded
 from vishwamai import aot
 from vishwamai.bench import estimates
@@ -20,7 +19,7 @@ def script():
         yield module
 
 
-@rotation.takes_turns(5, 3)
+@pytest.mark.turns(5)
 def test_the_layers_compute_the_same(script):
     """Forward and with gradients; attention by its formula in place of splash's kernel, which is for TPUs."""
     layer = script.Layer(tokens=24, hidden=64, heads=4, kv_heads=2, dim=16, inner=96, dtype=jnp.float32)

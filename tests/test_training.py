@@ -153,6 +153,7 @@ def test_an_interrupted_run_resumes_with_the_same_bits(tmp_path, changes):
     assert left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
 
 
+@pytest.mark.turns(4)
 def test_a_signal_while_the_last_checkpoint_is_written_lets_it_end(tmp_path, monkeypatch):
     def end(checkpoints, *error, whole=Checkpoints.__exit__):
         os.kill(os.getpid(), signal.SIGINT)  # an exception here would leave the write to a thread
@@ -167,6 +168,7 @@ def test_a_signal_while_the_last_checkpoint_is_written_lets_it_end(tmp_path, mon
     assert (tmp_path / "run" / "checkpoints" / "2").is_dir() and (tmp_path / "run" / "model").exists()
 
 
+@pytest.mark.turns(6)
 def test_what_was_written_after_the_checkpoint_is_written_again(tmp_path):
     config = small(tmp_path, steps=4)
     before = list(train(config, tmp_path / "run"))
@@ -178,6 +180,7 @@ def test_what_was_written_after_the_checkpoint_is_written_again(tmp_path):
     assert [r.step for r in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.turns(6)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path):
     config, run = small(tmp_path, steps=6, checkpoint={"every": 2}), tmp_path / "run"
     uninterrupted = list(train(config, run))
@@ -208,6 +211,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path):
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["2", "4", "6"]
 
 
+@pytest.mark.turns(4)
 def test_tokens_that_have_changed_are_an_error(tmp_path):
     config = small(tmp_path, steps=1)
     list(train(config, tmp_path / "run"))
@@ -219,6 +223,7 @@ def test_tokens_that_have_changed_are_an_error(tmp_path):
         next(train(config, tmp_path / "run", resume=True))
 
 
+@pytest.mark.turns(6)
 def test_the_loss_that_is_reported_is_that_of_the_exported_model(tmp_path):
     from vishwamai.models import from_pretrained
 
@@ -255,6 +260,7 @@ def test_a_signal_is_in_the_exit_status(tmp_path, number, status):
     assert process.returncode == status and re.search(r"Stopped at step \d+ of 100000", text)
 
 
+@pytest.mark.turns(4)
 def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
     config = small(tmp_path, steps=1)
     list(train(config, tmp_path / "run"))
@@ -265,6 +271,7 @@ def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
         next(train(other, tmp_path / "run", resume=True))
 
 
+@pytest.mark.turns(4)
 def test_a_run_without_a_checkpoint_begins_with_another_configuration_on_resumption(tmp_path):
     (tmp_path / "bad.jsonl").write_text("no json\n")
     bad = {"sources": [{"paths": [str(tmp_path / "bad.jsonl")]}], "sequence_length": 32, "max_bad_records": 0}
@@ -277,6 +284,7 @@ def test_a_run_without_a_checkpoint_begins_with_another_configuration_on_resumpt
     assert read_config(tmp_path / "run" / "config.yaml") == config
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("every", [1, 100])
 def test_training_stops_when_gradients_explode(tmp_path, every):
     config = small(tmp_path, guard={"max_norm": 1e-9, "max_skips": 3}, log={"every": every})
@@ -330,6 +338,7 @@ def test_microbatches_change_nothing_though_their_tokens_differ():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), whole, parts)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 def test_the_loss_multiplies_a_float32_head_in_the_dtype_of_the_hidden_states(compute):
     config = ModelConfig.from_dict(LLAMA | {"vocab_size": 96, "max_position_embeddings": 64})
@@ -366,6 +375,7 @@ def test_groups_choose_decay_and_rate_by_path():
         groups(wrong, params)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor", "sgd"])
 def test_every_rule_descends_and_leaves_frozen_groups_alone(name):
     section = {"name": name, "learning_rate": 0.05, "groups": [{"pattern": "head", "learning_rate_scale": 0}]}
@@ -395,6 +405,7 @@ def test_schedules_begin_and_end_where_they_say():
         )
 
 
+@pytest.mark.turns(4)
 def test_metrics_are_json_without_empty_keys(tmp_path):
     list(train(small(tmp_path, steps=1), tmp_path / "run"))
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -518,6 +529,7 @@ def test_the_example_on_real_text_has_the_losses_of_transformers_and_torch(tmp_p
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+@pytest.mark.turns(6)
 def test_the_correction_moves_towards_underused_experts_without_a_loss(tmp_path):
     deepseek = {"model_type": "deepseek_v3", "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16}
     deepseek |= {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2, "kv_lora_rank": 16}
@@ -531,6 +543,7 @@ def test_the_correction_moves_towards_underused_experts_without_a_loss(tmp_path)
     assert records[-1].load_balance is not None and 1 <= (records[-1].overload or 0) <= 4
 
 
+@pytest.mark.turns(6)
 def test_float16_scales_the_loss_and_follows_float32(tmp_path):
     expected = [r.loss for r in train(small(tmp_path), tmp_path / "wide")]
     model = {"config": LLAMA, "compute_dtype": "float16"}
@@ -567,6 +580,7 @@ def test_the_scale_of_the_loss_falls_where_gradients_overflow_and_grows_again():
     assert float(scale.after(jnp.bool_(False)).factor) == 16.0 and int(scale.after(jnp.bool_(True)).steps) == 0
 
 
+@pytest.mark.turns(3)
 def test_stochastic_rounding_takes_steps_that_rounding_to_the_nearest_loses(tmp_path):
     def loss(params, batch):
         total = jnp.sum(params["w"].astype(jnp.float32)) * jnp.sum(batch["labels"])
@@ -591,6 +605,7 @@ def test_stochastic_rounding_takes_steps_that_rounding_to_the_nearest_loses(tmp_
         check(small(tmp_path, model={"config": LLAMA, "param_rounding": "stochastic"}))
 
 
+@pytest.mark.turns(6)
 def test_padding_does_not_count_in_the_load_of_experts():
     model = Decoder(
         ModelConfig.from_dict(MIXTRAL | {"vocab_size": 64, "max_position_embeddings": 32}), rngs=nnx.Rngs(0)
@@ -628,7 +643,7 @@ def test_a_correction_rises_where_tokens_are_few():
     assert after["layers"][1] is params["layers"][1]
 
 
-@rotation.takes_turns(2, 1)
+@pytest.mark.turns(2)
 def test_remat_policies_change_the_memory_alone():
     from flax import nnx
 
@@ -666,6 +681,7 @@ def test_remat_policies_change_the_memory_alone():
         apply_gradient_checkpointing(model, "auto:1GiB")
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -702,7 +718,7 @@ def test_devices_change_where_arrays_lie_and_not_the_run(tmp_path, changes):
         np.testing.assert_allclose(right[name], left[name], atol=2e-4, err_msg=name)
 
 
-@rotation.takes_turns(2, 0)
+@pytest.mark.turns(2)
 def test_stacked_layers_change_no_update(tmp_path):
     # The axis of stacked layers makes no matrix of a norm: decay and Muon go by the parameter without it.
     list(train(small(tmp_path, steps=1), tmp_path / "start"))
@@ -716,6 +732,7 @@ def test_stacked_layers_change_no_update(tmp_path):
         np.testing.assert_allclose(right[name], left[name], atol=1e-5, err_msg=name)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("quantize", [None, pytest.param("int4", marks=pytest.mark.long)])
 def test_adapters_learn_and_are_merged_into_the_model(tmp_path, quantize):
     list(train(small(tmp_path, steps=2), tmp_path / "start"))
@@ -795,6 +812,7 @@ def test_a_tpu_updates_each_parameter_in_one_loop():
         assert [count for count in written if count] == [4]  # parameter, two moments, average
 
 
+@pytest.mark.turns(3)
 def test_moments_of_8_bits_follow_those_of_32():
     from vishwamai.training.moments import scale_by_adam_8bit
 
@@ -830,6 +848,7 @@ def test_automatic_remat_takes_the_first_policy_that_fits():
             memory_limit(wrong)
 
 
+@pytest.mark.turns(6)
 def test_the_memory_of_a_step_grows_by_the_same_bytes_with_each_row_of_a_microbatch():
     from flax import nnx
 
@@ -937,6 +956,7 @@ def test_a_disk_without_room_keeps_the_last_whole_checkpoint(tmp_path):
     assert not list(train(config, tmp_path / "run", resume=True)) and (model / "model.safetensors").exists()
 
 
+@pytest.mark.turns(6)
 def test_a_checkpoint_of_another_schema_is_an_error_that_names_both(tmp_path, monkeypatch):
     from vishwamai.training import checkpoints
 

@@ -66,6 +66,7 @@ def close(found, expected, tolerance=3e-6):
     jax.tree.map(one, found, expected)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("groups", [(), GROUPS], ids=["plain", "groups"])
 def test_the_numbers_are_those_of_xla_and_of_optax(monkeypatch, moment_dtype, groups):

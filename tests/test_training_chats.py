@@ -36,6 +36,7 @@ def write_start(folder):
     return start
 
 
+@pytest.mark.turns(6)
 def test_a_model_fine_tuned_on_chats_keeps_what_serving_them_needs(tmp_path):
     start = write_start(tmp_path)
     (tmp_path / "own.jinja").write_text(OWN)

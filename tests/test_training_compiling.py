@@ -19,6 +19,7 @@ from vishwamai.training.config import TrainConfig
 pytestmark = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("chip", "sparse"), [("v4", False), ("v5e", False), ("v6e", True), ("tpu7x", True)])
 def test_collectives_go_to_the_sparse_cores_of_chips_that_take_them(chip, sparse):
     found = compiler_options(TrainConfig(), TPUS[chip], 8)
@@ -29,6 +30,7 @@ def test_collectives_go_to_the_sparse_cores_of_chips_that_take_them(chip, sparse
     assert compiler_options(TrainConfig(compiler_options={}), TPUS[chip], 8) == {}
 
 
+@pytest.mark.turns(4)
 def test_options_of_a_run_are_checked():
     given = TrainConfig(compiler_options={"xla_tpu_scoped_vmem_limit_kib": 32768})
     assert compiler_options(given, TPUS["v6e"], 8) == {"xla_tpu_scoped_vmem_limit_kib": "32768"}
@@ -38,6 +40,7 @@ def test_options_of_a_run_are_checked():
         compiler_options(TrainConfig(compiler_options={"xla_tpu_scoped_vmem_limit_kb": 1}), TPUS["v6e"], 1)
 
 
+@pytest.mark.turns(3)
 def test_a_libtpu_without_the_options_compiles_without_them_and_says_so(monkeypatch):
     monkeypatch.setattr(compiling, "ON_SPARSE_CORES", {"xla_tpu_enable_sparse_core_collectives": True})
     with pytest.warns(FallbackWarning, match=r"without collectives on the SparseCores.* no option 'xla_tpu"):

@@ -35,6 +35,7 @@ def test_the_units_of_the_chip_decide():
     assert resolved(TrainConfig()).model.compute_dtype == ("bfloat16" if here else "float32")
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(("first", "second"), [("cpu:avx512_bf16", "cpu:avx2"), ("cpu:avx2", "cpu:avx512_bf16")])
 def test_a_run_keeps_its_dtype_on_a_machine_with_other_units(tmp_path, monkeypatch, capsys, first, second):
     dtype = resolved(TrainConfig(), Target.parse(first)).model.compute_dtype
@@ -62,6 +63,7 @@ def test_a_run_keeps_its_dtype_on_a_machine_with_other_units(tmp_path, monkeypat
     assert "resume: model differs from the run" in capsys.readouterr().err
 
 
+@pytest.mark.turns(6)
 def test_the_losses_of_both_dtypes_are_close_and_not_equal(tmp_path):
     """What a record says is what is computed."""
     from vishwamai.training.run import train

@@ -162,6 +162,7 @@ def test_bad_records_are_named_with_file_and_line_and_too_many_stop(tmp_path):
         prepare(strict, tmp_path / ".other")
 
 
+@pytest.mark.turns(4)
 def test_the_command_shows_what_it_could_not_read_before_the_first_step(tmp_path, capsys):
     lines = [json.dumps({"text": "fine " * 20})] * 40 + ["not json"] * 5
     (tmp_path / "x.jsonl").write_text("\n".join(lines))

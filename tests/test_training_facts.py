@@ -68,6 +68,7 @@ def test_the_report_has_each_process_and_the_sum_of_their_times(run, tmp_path):
     assert "9.00 GiB" in page and "0:01:02" in page
 
 
+@pytest.mark.turns(4)
 def test_the_facts_come_before_the_first_step(run, capfd, tmp_path):
     command = [
         "train",

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-import rotation
 import vishwamai
 from test_training import LLAMA, small
 from vishwamai.core.errors import ConfigError, UnsupportedError
@@ -46,6 +45,7 @@ def rounded(x, dtype, axis=None):
 SCALINGS = ["delayed", pytest.param("current", marks=pytest.mark.long), pytest.param("block", marks=pytest.mark.long)]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.filterwarnings("ignore::vishwamai.core.errors.FallbackWarning")
 def test_products_are_those_of_rounded_operands(scaling):
@@ -100,6 +100,7 @@ def step(optimizer, params, state, x):
     return optax.apply_updates(params, updates), state
 
 
+@pytest.mark.turns(3)
 def test_scales_follow_the_history_and_a_bad_step_changes_nothing():
     params = {"layers": {0: {"up": jnp.full((4, 2), 0.5)}}}
     optimizer = FP8Optimizer(inner=optax.sgd(0.1), margin=0.0, history=2)
@@ -116,7 +117,7 @@ def test_scales_follow_the_history_and_a_bad_step_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, (after, same), (params, state))
 
 
-@rotation.takes_turns(2, 0)
+@pytest.mark.turns(2)
 def test_magnitudes_are_those_of_all_microbatches_and_devices():
     params = {"layers": {0: {"up": jnp.full((4, 2), 0.5)}}}
     optimizer = FP8Optimizer(inner=optax.sgd(0.1))
@@ -136,6 +137,7 @@ def test_magnitudes_are_those_of_all_microbatches_and_devices():
         np.testing.assert_allclose(gradients["layers"][0]["up"], 13.0, rtol=0.05)
 
 
+@pytest.mark.turns(4)
 def test_an_optax_loop_in_three_lines():
     """Parameters of any tree; `x @ w` multiplies in 8 bits, and the update is that of the optimizer inside."""
     params = {"dense": {"w": jax.random.normal(jax.random.key(0), (16, 8)), "b": jnp.zeros(8)}}
@@ -218,7 +220,7 @@ def test_a_run_on_many_devices_is_that_on_one(tmp_path, scaling):
 GPT_OSS = MOE | {"model_type": "gpt_oss", "head_dim": 8, "sliding_window": 8}
 
 
-@rotation.takes_turns(2, 1)
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_experts_with_biases_and_a_clamped_unit_are_those_of_one_device(overlap):
     """With the scales of earlier steps each row rounds alike wherever it is; wide experts are near."""

@@ -136,6 +136,7 @@ def test_adapters_lie_where_their_weights_do(tmp_path):
     assert placed.scales.addressable_shards[0].data.shape == (2, 2, 32)  # of 4 blocks of 32 rows
 
 
+@pytest.mark.turns(4)
 def test_stages_hold_their_layers_frozen_with_their_adapters(tmp_path):
     """On one device of two stages and two shards: half of the layers, and of each the half that "fsdp" leaves."""
     begin = start(tmp_path, DEEP)

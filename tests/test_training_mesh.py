@@ -84,6 +84,7 @@ def assert_equal_runs(folder, one, other, records, spread):
         np.testing.assert_allclose(right[name], left[name], atol=2e-4, err_msg=name)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     ("model", "mesh", "changes"),
     [
@@ -110,6 +111,7 @@ def test_split_heads_and_rows_change_no_run(tmp_path, model, mesh, changes):
     assert_equal_runs(tmp_path, "one", "all", alone, spread)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("model", "tables"), [("one_layer", {"embed", "head"}), ("gemma2", {"embed"})])
 def test_no_device_gathers_a_table(tmp_path, monkeypatch, model, tables):
     monkeypatch.setattr("vishwamai.ops.loss.gathered.PIECE_BYTES", 300 * 32 * 4 // 3)
@@ -125,6 +127,7 @@ def test_no_device_gathers_a_table(tmp_path, monkeypatch, model, tables):
     assert f"[{vocab},{features}]" not in local and f"[1,{vocab},{features}]" not in local
 
 
+@pytest.mark.turns(6)
 def test_gradients_are_added_up_in_the_dtype_that_is_set(tmp_path):
     """Those of the layers' matrices, but for the router's; the run is the same to the rounding of bfloat16."""
     found, records = {}, {}
@@ -159,6 +162,7 @@ def test_rounding_by_bits_is_a_conversion():
     np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("mesh", "kept"), [({"fsdp": 4}, "bfloat16"), ({"fsdp": 2, "data": 2}, "float32")])
 def test_gradients_stay_narrow_until_the_update(tmp_path, mesh, kept):
     """Where "fsdp" alone adds them up; what several axes add up is float32."""

@@ -77,6 +77,7 @@ def torch_losses(config, batches):
     return losses
 
 
+@pytest.mark.turns(6)
 def test_preferences_are_learned_with_the_losses_of_torch(tmp_path):
     from vishwamai.training.data import prepare, training_batches
 
@@ -103,6 +104,7 @@ def test_devices_microbatches_and_adapters(tmp_path, changes):
     assert tensors(tmp_path / "run").keys() == tensors(tmp_path / "start").keys()
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [

@@ -139,6 +139,7 @@ def ids_of(corpus):
     return [tokens.tokens[a:b].tolist() for a, b in zip(tokens.offsets, tokens.offsets[1:])]
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", ["llama2", "llama3_1", "qwen3"])
 def test_texts_begin_and_end_as_their_tokenizer_says(tmp_path, name):
     folder = world.tokenizer(name)
@@ -159,6 +160,7 @@ def test_texts_begin_and_end_as_their_tokenizer_says(tmp_path, name):
     assert answers == [[*ours.encode(f"Two and two? {answer}"), end] for answer in ("Four.", "Five.")]
 
 
+@pytest.mark.turns(3)
 def test_a_chat_has_the_ids_of_its_published_template_and_no_other_end(tmp_path):
     import transformers
 
@@ -187,6 +189,7 @@ def tuned(folder, start, **values):
     return config, list(train(config, folder / "run"))
 
 
+@pytest.mark.turns(6)
 def test_adapters_of_a_model_with_the_published_vocab_learn_chats(tmp_path):
     start = world.tiny("qwen3")
     config, records = tuned(tmp_path, start, steps=4)

@@ -121,6 +121,7 @@ def test_remat(op, impl):
     contract.close(jax.jit(jax.grad(function))(floats), gradients)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "op, impl, check_vma",
     [
@@ -178,6 +179,7 @@ def native_targets(impl):
     return list(contract.ffi.native().registrations()) if impl.platform == "cpu" else []
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("op", CHOSEN)
 def test_export_for_tpu(op):
     """A program for a TPU is written on a machine without one, with the kernels inside."""
@@ -234,6 +236,7 @@ def test_sharded_operands(op, kind, layout):
     contract.close((outputs, gradients), expected)
 
 
+@pytest.mark.turns(6)
 def test_linearize_goes_through_the_definition():
     """JAX takes the rules of a gradient, and would fail where the linear function is called."""
     rng = np.random.default_rng(0)

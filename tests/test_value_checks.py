@@ -69,6 +69,7 @@ BAD_TABLES = [
 ]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("changed, text", BAD_TABLES)
 @pytest.mark.parametrize("call", [attend, update])
 def test_tables(call, changed, text):
@@ -119,6 +120,7 @@ def test_the_promise_of_max_q_len():
     attend(arrays(), max_q_len=3)
 
 
+@pytest.mark.turns(3)
 def test_what_is_never_read_may_hold_anything():
     garbage = {"kv_lens": [3, -7], "page_indices": [[5, -99], [99, 99]], "cu_q_lens": [0, 1, -5], "num_seqs": [1]}
     with kernel_config(checks=True):
@@ -138,6 +140,7 @@ def test_group_sizes(sizes, text):
     jax.block_until_ready(jax.jit(grouped_gemm)(ROWS, EXPERTS, sizes))
 
 
+@pytest.mark.turns(3)
 def test_experts_of_a_dispatch():
     tokens = jnp.ones((2, 4))
     right = moe_routing(tokens, jnp.ones((4, 3)), top_k=2)
@@ -172,6 +175,7 @@ def loss(sizes):
     return jnp.sum(grouped_gemm(ROWS, EXPERTS, sizes))
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("checks", [False, True])
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("transform", ["scan", "vmap", "grad", "remat", "shard_map"])

@@ -24,6 +24,7 @@ def parameters(model: dict) -> int:
     return 2 * model["vocab_size"] * width + layers * (2 * width * width + 2 * width * kv + 3 * width * inner)
 
 
+@pytest.mark.turns(4)
 def test_a_row_by_hand(script):
     """On a square of v5e, and on two slices whose sides are rings: each chip has two links, then four.
 

@@ -6,6 +6,7 @@ import tokenizers
 import world
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", world.PUBLISHED)
 def test_a_published_vocab_has_ids_without_a_token(name: str) -> None:
     """So a model draws ids that decode to nothing: tests with this vocab see that case."""
