@@ -12,11 +12,12 @@ import pytest
 
 import world
 from serving import serving, write_model
+from vishwamai.core import logs
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference import Sampling, plan_load
 from vishwamai.inference.answers import Delta, TokenLogprobs
 from vishwamai.inference.guided import Vocabulary
-from vishwamai.inference.server import requests_log, schema, tools
+from vishwamai.inference.server import schema, tools
 from vishwamai.inference.server.errors import HttpError
 from vishwamai.inference.server.pieces import Pieces, Places
 from vishwamai.inference.server.reading import Reader, read
@@ -330,7 +331,7 @@ def test_a_request_has_a_line_and_an_id(address, caplog):
     assert line.startswith("mine-1 POST /v1/completions 200 2 + 2 tokens ") and line.endswith(" ms")
     declined = records[other.headers["x-request-id"]].getMessage()
     assert " 400 " in declined and "`prompt`" in declined
-    fields = json.loads(requests_log.JsonLines().format(records["mine-1"]))
+    fields = json.loads(logs.JsonLines().format(records["mine-1"]))
     assert fields["status"] == 200 and fields["new_tokens"] == 2 and fields["level"] == "info"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import logging
 import os
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 
 import vishwamai
 from vishwamai.cli.interrupt import Terminated, insistent_interrupt, interrupt_ends_process
+from vishwamai.core import logs
 from vishwamai.core.environment import libtpu_environment, share_threads
 from vishwamai.core.errors import VishwamaiError
 
@@ -81,8 +83,19 @@ def _parsers(subcommand: str | None) -> tuple[argparse.ArgumentParser, dict[str,
             module = importlib.import_module(f"vishwamai.cli.{name}")
             sub.description = module.__doc__
             module.configure(sub)
+            _add_log_options(sub)
             sub.set_defaults(run=module.run)
     return top, commands.choices
+
+
+def _add_log_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("log", "what the command says while it works, on standard error")
+    group.add_argument(
+        "--log-level", choices=logs.LEVELS, default="info", help="info: progress, and a server's requests (info)"
+    )
+    group.add_argument(
+        "--log-format", choices=logs.FORMATS, default="text", help="json: an object a line, warnings and errors too"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,24 +117,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _status(arguments: list[str]) -> int:
     # The options before a subcommand take no values, so the first other word is its name.
     subcommand = next((argument for argument in arguments if not argument.startswith("-")), None)
+    with logs.configured():
+        status, message = _outcome(arguments, subcommand)
+        if message is not None:
+            logs.report(str(subcommand), message.removeprefix(f"{subcommand}: "), logging.ERROR)
+    return status
+
+
+def _outcome(arguments: list[str], subcommand: str | None) -> tuple[int, str | None]:
+    """The exit status of a subcommand, and the error that ended it."""
     try:
         with insistent_interrupt():
-            return _run(arguments, subcommand)
+            return _run(arguments, subcommand), None
     except VishwamaiError as error:
-        print(f"vishwamai {subcommand}: {str(error).removeprefix(f'{subcommand}: ')}", file=sys.stderr)
-        return 2
+        return 2, str(error)
     except OSError as error:
         message = _without_room(error)
         if message is None:
             raise
-        print(f"vishwamai {subcommand}: {message}", file=sys.stderr)
-        return 2
+        return 2, message
     except Terminated:
-        print(f"vishwamai {subcommand}: terminated", file=sys.stderr)
-        return 143
+        return 143, "terminated"
     except KeyboardInterrupt:
-        print(f"vishwamai {subcommand}: interrupted", file=sys.stderr)
-        return 130
+        return 130, "interrupted"
 
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -146,6 +164,7 @@ def _run(arguments: list[str], subcommand: str | None) -> int:
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         chosen.overrides += rest
+    logs.configure(chosen.log_level, chosen.log_format)
     if subcommand in LONG and not getattr(chosen, "in_process", None):
         from vishwamai.cli.progress import say
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import logging
 import os
 import shlex
 import sys
@@ -26,6 +27,7 @@ from vishwamai.cli import options, output
 from vishwamai.cli.console import console, require_rich
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
+from vishwamai.core import logs
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.target import Target
 
@@ -194,10 +196,10 @@ def run(arguments: argparse.Namespace) -> int:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     _finish(dataclasses.replace(bench_report, load=load, notes=tuple(notes)), arguments.json, page)
     if interrupted:
-        print(
-            f"vishwamai bench: interrupted after {len(bench_report.done)} of {bench_report.planned} cases; the same "
-            "command with --resume goes on.",
-            file=sys.stderr,
+        logs.report(
+            "bench",
+            f"interrupted after {len(bench_report.done)} of {bench_report.planned} cases; the same command with "
+            "--resume goes on.",
         )
         return interrupted
     return _verdict(bench_report)
@@ -298,12 +300,12 @@ def _compile(
 
 def _verdict(bench_report: Any) -> int:
     for m in bench_report.wrong:
-        print(f"WRONG: {m.op}, {m.case}, {m.candidate}: {m.numbers.detail}", file=sys.stderr)
+        logs.say(f"WRONG: {m.op}, {m.case}, {m.candidate}: {m.numbers.detail}", level=logging.ERROR)
     if bench_report.model is not None:
         for agreement in bench_report.model.agreements:
             if not agreement.right:
-                print(
+                logs.say(
                     f"WRONG: embeddings differ from {agreement.peer}: least cosine {agreement.cosine:.6f}",
-                    file=sys.stderr,
+                    level=logging.ERROR,
                 )
     return 0 if bench_report.right else 1

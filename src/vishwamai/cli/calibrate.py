@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import sys
 from pathlib import Path
 
 from vishwamai.cli import output
@@ -23,7 +22,7 @@ from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Countdown
-from vishwamai.core import caches
+from vishwamai.core import caches, logs
 from vishwamai.core.installing import install_line
 
 
@@ -94,7 +93,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     tell("\n".join(calibration.table(measured)))
     tell(f"  written to {path}")
     if status:
-        print("vishwamai calibrate: interrupted; the file has the rows above.", file=sys.stderr)
+        logs.report("calibrate", "interrupted; the file has the rows above.")
         return status
     return 1 if any("numbers are wrong" in row.note for row in measured.rows) else 0
 

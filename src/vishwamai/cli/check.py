@@ -12,6 +12,7 @@ kernels in jax.shard_map.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import tempfile
 from vishwamai.cli import function, options
 from vishwamai.cli.console import tell
 from vishwamai.cli.progress import Steps
+from vishwamai.core import logs
 from vishwamai.core.target import Target
 
 
@@ -87,16 +89,17 @@ def _check_apart(arguments: argparse.Namespace, target: str) -> int:
         said_in_python = words.read()
     if process.stdout:
         tell(process.stdout.removesuffix("\n"))
-    print(said_in_python, end="", file=sys.stderr)
+    if said_in_python:
+        logs.say(said_in_python.removesuffix("\n"), level=logging.ERROR)
     if process.returncode >= 0:
         if process.returncode > 1 and not said_in_python:  # it ended before it could say why
-            print(process.stderr, end="", file=sys.stderr)
+            logs.say(process.stderr.removesuffix("\n"), level=logging.ERROR)
         return process.returncode
     from vishwamai.aot.compile import child
 
-    print(
-        f"vishwamai check: {target}: the compiler ended its process {child.ending(process.returncode)}, an error of "
-        f"libtpu: {child.last_words(process.stderr) or 'it gave no reason'}",
-        file=sys.stderr,
+    message = (
+        f"{target}: the compiler ended its process {child.ending(process.returncode)}, an error of libtpu: "
+        f"{child.last_words(process.stderr) or 'it gave no reason'}"
     )
+    logs.report("check", message, logging.ERROR)
     return 2

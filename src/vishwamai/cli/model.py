@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli.function import CommandError
+from vishwamai.core import logs
 from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
@@ -309,7 +311,7 @@ def _progress(began: list[float], lazy: bool = False) -> Callable[[int, int, str
             began.append(time.monotonic())
         if ready:
             say(f"compiling on demand {done + 1}/{total}: {name}")
-        elif sys.stderr.isatty():
+        elif sys.stderr.isatty() and logs.shows_bars():
             text = f"preparing {done + 1}/{total}: {name}" if name else ""
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif done == 0:
@@ -322,5 +324,10 @@ def _progress(began: list[float], lazy: bool = False) -> Callable[[int, int, str
 
 
 def say(text: str) -> None:
-    """A line for the reader, on standard error: standard output has answers only."""
-    print(text, file=sys.stderr, flush=True)
+    """A line for the reader in the log, on standard error: standard output has answers only."""
+    logs.say(text)
+
+
+def warn(text: str) -> None:
+    """A warning in the log."""
+    logs.say(text, f"WARNING: {text}", logging.WARNING)

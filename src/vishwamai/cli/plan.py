@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Countdown
+from vishwamai.core import logs
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.installing import install_line
 from vishwamai.core.target import Target
@@ -85,10 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json != options.STDOUT:
         tell(result["text"])
     if "status" in result:
-        print(
-            "vishwamai plan: interrupted; this is what was found so far. The compiler's answers are kept, and the same "
-            "command goes on from them.",
-            file=sys.stderr,
+        logs.report(
+            "plan",
+            "interrupted; these are the results so far. The compiler's answers are kept, and the same command goes on "
+            "from them.",
         )
         return result["status"]
     return 0 if result["fits"] else 1

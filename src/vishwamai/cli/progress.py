@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli.console import console, require_rich
+from vishwamai.core import logs
 from vishwamai.measure.progress import write
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def left(elapsed: float, done: float, total: float) -> float | None:
 
 
 def say(text: str) -> None:
-    """A line of progress, on standard error: standard output has results only."""
-    print(f"... {text}", file=sys.stderr, flush=True)
+    """A line of progress in the log, on standard error: standard output has results only."""
+    logs.say(text, f"... {text}")
 
 
 class _Shown:
@@ -68,7 +69,7 @@ class Steps(_Shown):
         from rich.console import Console
 
         screen = console() if console().is_terminal else Console(stderr=True)
-        if screen.is_terminal:
+        if screen.is_terminal and logs.shows_bars():
             self._bar = _bar(screen, sys.stdout.isatty())
             self._bar.start()
         return self
@@ -142,7 +143,7 @@ class Countdown(_Shown):
         self._start = time.monotonic()
 
     def __enter__(self) -> Countdown:
-        if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        if sys.stderr.isatty() and logs.shows_bars() and importlib.util.find_spec("rich") is not None:
             from rich.console import Console
 
             self._bar = _countdown_bar(Console(stderr=True))

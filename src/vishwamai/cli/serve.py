@@ -104,13 +104,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="accept",
         help="keys of requests that no interface documents: named in the log once, or an error (accept)",
     )
-    parser.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="info: a line a request (info)",
-    )
-    parser.add_argument("--log-json", action="store_true", help="the log is a JSON object a line")
+    parser.add_argument("--log-json", dest="log_format", action="store_const", const="json", help=argparse.SUPPRESS)
     parser.add_argument("--drain", type=float, default=30.0, metavar="SECONDS", help="for running answers to end (30)")
 
 
@@ -126,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine, embed, names, defaults = _models(arguments)
     import uvicorn
 
-    from vishwamai.inference.server import connections, guards, requests_log
+    from vishwamai.inference.server import connections, guards
     from vishwamai.inference.server.app import make_app
     from vishwamai.inference.server.settings import Settings
 
@@ -147,7 +141,6 @@ def run(arguments: argparse.Namespace) -> int:
         reasoning_parser=parsers[1],
         decline_unknown_keys=arguments.unknown_keys == "refuse",
     )
-    requests_log.configure(arguments.log_level, arguments.log_json)
     app = make_app(engine, settings, embed)
     config = uvicorn.Config(
         app,
@@ -162,9 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     server = uvicorn.Server(config)
     if not keys and not guards.is_loopback(arguments.host):
-        model.say(
-            f"WARNING: anyone who reaches {arguments.host} may use this server; pass --api-key-file to ask for keys"
-        )
+        model.warn(f"anyone who reaches {arguments.host} may use this server; pass --api-key-file to ask for keys")
     if engine is not None:
         # A process that cannot answer ends, with status 1, so that whoever runs it starts another.
         engine.on_failure = lambda: setattr(server, "should_exit", True)
@@ -202,7 +193,7 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
         try:  # once, before a client does
             planned.tokenizer.render_chat([{"role": "user", "content": "Hello"}])
         except VishwamaiError as error:
-            model.say(f"chats may be declined: {error}")
+            model.warn(f"chats may be declined: {error}")
     names = (name,)
     if arguments.encoder is not None:
         arguments.encoder, encoder = model.fetch(arguments.encoder)
@@ -260,7 +251,7 @@ def _keys(path: Path | None) -> tuple[str, ...]:
         lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
         keys = tuple(line for line in lines if line and not line.startswith("#"))
         if path.stat().st_mode & 0o077:
-            model.say(f"WARNING: other users may read {path}; run chmod 600 on it")
+            model.warn(f"other users may read {path}; run chmod 600 on it")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"--api-key-file {path} cannot be read: {error}; pass a text file, a key a line.") from error
     if not keys:

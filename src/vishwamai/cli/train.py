@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import sys
+import logging
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from vishwamai.cli import console, output
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import duration, say
+from vishwamai.core import logs
 from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
@@ -146,12 +147,10 @@ def _show_unread(unread: dict[Path, list[str]]) -> None:
     lines = [line for names in unread.values() for line in names]
     if not lines:
         return
-    print(f"{len(lines)} record{'s' if len(lines) > 1 else ''} could not be read:", file=sys.stderr)
-    for line in lines[:3]:
-        print(f"  {line}", file=sys.stderr)
-    if len(lines) > 3:
-        print(f"  and {len(lines) - 3} more", file=sys.stderr)
-    print(f"All are in {', '.join(map(str, unread))}.", file=sys.stderr, flush=True)
+    more = [f"  and {len(lines) - 3} more"] if len(lines) > 3 else []
+    count = f"{len(lines)} record{'s' if len(lines) > 1 else ''} could not be read:"
+    files = f"All are in {', '.join(map(str, unread))}."
+    logs.say("\n".join([count, *(f"  {line}" for line in lines[:3]), *more, files]), level=logging.WARNING)
 
 
 def console_rule(title: str) -> str:

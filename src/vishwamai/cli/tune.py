@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 from typing import TYPE_CHECKING
 
 from vishwamai.cli import options, output
@@ -20,6 +19,7 @@ from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Steps
+from vishwamai.core import logs
 from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.target import Target
@@ -142,10 +142,10 @@ def run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt as stop:
             status = interrupt_taken(stop)
             again = ", without --again for what is left" if arguments.again else ""
-            print(
-                f"vishwamai tune: interrupted after {finished} of {len(names)} cases, which are in the tables; the "
-                f"same command goes on{again}.",
-                file=sys.stderr,
+            logs.report(
+                "tune",
+                f"interrupted after {finished} of {len(names)} cases, which are in the tables; the same command goes "
+                f"on{again}.",
             )
             return status
     tuned = [outcome for outcome in outcomes if isinstance(outcome, Outcome)]

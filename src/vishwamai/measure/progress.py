@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
+
+from vishwamai.core import logs
 
 _EVERY, _AGAIN = 1.0, 10.0
 """Seconds after which new words are shown, and after which the same ones are shown again."""
 
 
 def write(text: str, start: float) -> None:
-    """A line on standard error, after the seconds since `start`, a time of `time.monotonic`."""
-    print(f"[{time.monotonic() - start:4.0f} s] {text}", file=sys.stderr, flush=True)
+    """A line of the log, after the seconds since `start`, a time of `time.monotonic`."""
+    logs.say(text, f"[{time.monotonic() - start:4.0f} s] {text}")
 
 
 class Progress:

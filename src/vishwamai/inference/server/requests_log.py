@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 import time
 import uuid
-from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -80,35 +78,3 @@ class RequestLog:
             quiet = record.path in ("/health", "/ready", "/metrics") and record.status < 400
             level = logging.DEBUG if quiet else logging.ERROR if record.status >= 500 else logging.INFO
             LOG.log(level, "%s", record, extra={"record": dataclasses.asdict(record)})
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object for each line of the log."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-        }
-        details = getattr(record, "record", None)
-        line |= {"message": record.getMessage()} if details is None else details
-        if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
-
-
-def configure(level: str, as_json: bool = False) -> None:
-    """Sends the log of the server to standard error.
-
-    Args:
-      level: "debug", "info", "warning" or "error".
-      as_json: a JSON object for each line.
-    """
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name in ("vishwamai", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
-        logger.setLevel(level.upper())
-        logger.propagate = False
