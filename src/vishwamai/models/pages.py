@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked, described
-from vishwamai.core.errors import ShapeError
+from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.periods import segments
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class PagedBatch:
         `kv_lens`. All tokens of a sequence must be computed on the same side of the scaling's switch.
       windows: page tables, such as `ring_table`, of layers with that window, which have pools of their own; layers of
         other windows, and all of them where it is None, go by `page_table`.
+      states: `[2, sequences]` int32, for layers with a state: the slots that hold the states before the step,
+        and those that get them after it; None for a model without such layers.
     """
 
     kv_lens: Int[Array, " sequences"]
@@ -43,6 +45,7 @@ class PagedBatch:
     max_q_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     lengths: Int[Array, " sequences"] | None = None
     windows: Mapping[int, Int[Array, "sequences pages"]] | None = None
+    states: Int[Array, "2 sequences"] | None = None
 
     def table(self, window: int | None) -> Int[Array, "sequences pages"]:
         """The page table of layers with that window."""
@@ -120,10 +123,12 @@ def page_shapes(
     dtype: Any,
     stacked: bool | None = None,
     window_pages: Mapping[int, int] | None = None,
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of the pools of pages that `Decoder.step` takes, one for each layer, or for each group of stacked layers.
+    num_states: int = 0,
+) -> tuple[Any, ...]:
+    """Shapes of the pools that `Decoder.step` takes, one for each layer, or for each group of stacked layers.
 
-    A group's pool holds `num_pages` of each of its layers; page tables count the pages of one layer.
+    A group's pool holds `num_pages` of each of its layers; page tables count the pages of one layer. Layers with a
+    state have a dict of float32 arrays of `num_states` slots in place of pages (`Mixer.state`).
 
     Args:
       num_pages: pages of one layer.
@@ -131,6 +136,10 @@ def page_shapes(
       dtype: dtype of the stored keys and values.
       stacked: flag of the decoder; None for the platform's default.
       window_pages: pages of one layer with that window, in place of `num_pages`.
+      num_states: slots of one layer with a state.
+
+    Raises:
+      UnsupportedError: layers have a state, and there are no slots for it.
 
     >>> import jax.numpy as jnp
     >>> from vishwamai.models import ModelConfig
@@ -149,15 +158,19 @@ def page_shapes(
         raise ShapeError(f"page_shapes: `dtype` is {described(dtype)}; pass a dtype, such as jnp.bfloat16 or 'int8'.")
     counts: Mapping[Any, int] = window_pages or {}
 
-    def shape(kind: LayerKind, layers: int) -> tuple[int, ...]:
+    def pool(kind: LayerKind, layers: int) -> Any:
+        if arrays := kind.mixer.state(config):
+            if num_states < 1:
+                raise UnsupportedError(
+                    f"{config.family}: layers of type '{kind.mixer.layer_type}' have a state of one size for each "
+                    f"sequence, but `num_states` is {num_states}; pass the number of its slots."
+                )
+            slots = layers * num_states
+            return {name: jax.ShapeDtypeStruct((slots, *shape), jnp.float32) for name, shape in arrays.items()}
         pages = layers * counts.get(kind.mixer.window, num_pages)
-        return pages, page_size, *kind.mixer.page_row(config)
+        return jax.ShapeDtypeStruct((pages, page_size, *kind.mixer.page_row(config)), stored)
 
-    return tuple(
-        jax.ShapeDtypeStruct(shape(kind, segment.repeats), stored)
-        for segment in segments(config, stacked)
-        for kind in segment.kinds
-    )
+    return tuple(pool(kind, segment.repeats) for segment in segments(config, stacked) for kind in segment.kinds)
 
 
 def scale_heads(row: tuple[int, ...]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import vishwamai
 from vishwamai.core.activations import activate
-from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.blocks import linear
-from vishwamai.models.layers.mixer import Arrays, Mixer, Rows
+from vishwamai.models.layers.mixer import Arrays
+from vishwamai.models.layers.recurrent import Recurrent, Tokens
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix
-from vishwamai.models.rotation import NO_ROTATION, Rope
 
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
@@ -30,7 +29,7 @@ _LENGTH_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDelta(Mixer):
+class GatedDelta(Recurrent):
     """A gated delta net whose inputs come of separate products (Qwen3.5).
 
     Attributes:
@@ -57,10 +56,6 @@ class GatedDelta(Mixer):
         "delta_output": Tensor(PREFIX + "linear_attn.out_proj.weight", True),
     }
 
-    @classmethod
-    def read(cls, sizes: Mapping[str, Any], window: int | None, rope: Rope) -> Self:
-        return cls(None, NO_ROTATION, **sizes)
-
     @property
     def layer_type(self) -> str:
         return "linear_attention"
@@ -81,36 +76,35 @@ class GatedDelta(Mixer):
             "delta_output": matrix(values, hidden, (None, "embed")),
         }
 
-    def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
-        if rows.axes.sequence is not None:
-            raise UnsupportedError(
-                f"{config.family}: rows are split over the mesh axis {rows.axes.sequence!r}, and layers of type "
-                f"'{self.layer_type}' need whole rows; set mesh.sequence=1."
-            )
+    def state(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        return {
+            "filter": (self.width - 1, self.channels),
+            "memory": (self.value_heads, self.key_dim, self.value_dim),
+        }
+
+    def mix(self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Tokens) -> Any:
         mixed, gate, beta, decay = self._inputs(arrays, x)
         kernel = arrays["delta_filter"][:, 0].astype(x.dtype)
-        mixed = vishwamai.causal_conv1d(mixed, kernel, activation=config.activation, segment_ids=rows.segment_ids)
+        mixed = tokens.convolve("filter", mixed, kernel, activation=config.activation)
         keys = self.key_heads * self.key_dim
         query, key, value = jnp.split(mixed, (keys, 2 * keys), axis=-1)
         query, key = (_unit(_by_head(y, self.key_dim)) for y in (query, key))
         step = jax.nn.softplus(decay.astype(jnp.float32) + arrays["delta_step"].astype(jnp.float32))
         decay = -jnp.exp(arrays["delta_rate"].astype(jnp.float32)) * step
-        out = vishwamai.gated_delta_rule(
+        out = tokens.recur(
+            "memory",
+            vishwamai.gated_delta_rule,
             query,
             key,
             _by_head(value, self.value_dim),
             jnp.swapaxes(decay, 1, 2),
             jnp.swapaxes(jax.nn.sigmoid(beta.astype(jnp.float32)), 1, 2),
-            segment_ids=rows.segment_ids,
         )
         out = vishwamai.rms_norm(jnp.swapaxes(out, 1, 2), arrays["delta_norm"], eps=config.norm_eps)
         gate = activate("silu", gate.reshape(out.shape).astype(jnp.float32))
         flat = checkpoint_name((out * gate).astype(x.dtype).reshape(*x.shape[:-1], -1), "mixed")
         # Every device of the mesh axis "tensor" has all heads: the sum over them counts one.
-        return rows.axes.once(linear(flat, arrays["delta_output"]))
-
-    def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
-        return {}
+        return tokens.axes.once(linear(flat, arrays["delta_output"]))
 
     def mixing_flops(self, config: ModelConfig, length: int) -> float:
         return 6.0 * self.value_heads * self.key_dim * self.value_dim  # decays aside: correct, write, read

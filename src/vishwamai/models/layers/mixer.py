@@ -115,27 +115,23 @@ class Mixer:
         Args:
           config, arrays, x: those of a call.
           step: the sequences.
-          pool: the state of the layers that are stacked with this one.
+          pool: pages or states of the layers that are stacked with this one, as `page_shapes` gives them.
           first: int32 scalar, index of this layer's first entry in the pool.
 
         Returns:
           The output, and the pool with the new tokens written.
-
-        Raises:
-          UnsupportedError: the mixer's state is not pages.
         """
-        raise UnsupportedError(f"{config.family}: layers of type '{self.layer_type}' have no step over pages.")
+        raise NotImplementedError
 
     def page_row(self, config: ModelConfig) -> tuple[int, ...]:
-        """Shape of what a page holds of one token: `(2 * kv_heads, head_dim)`, or `(features,)` for all heads.
-
-        Raises:
-          UnsupportedError: the mixer's state is not pages, which are what serving has.
+        """Shape of what a page holds of one token: `(2 * kv_heads, head_dim)`, or `(features,)` for all heads; of
+        mixers without `state`.
         """
-        raise UnsupportedError(
-            f"{config.family}: layers of type '{self.layer_type}' have a state of one size for each sequence, and the "
-            "engine has pages of keys and values only. Such a model trains, and `Decoder` computes whole sequences."
-        )
+        raise NotImplementedError
+
+    def state(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Shapes of the float32 arrays of one sequence's state, by name; empty where the state is pages."""
+        return {}
 
     def part(self, devices: int) -> Self:
         """The mixer of one of so many devices of the mesh axis "tensor", in sizes that are its own."""

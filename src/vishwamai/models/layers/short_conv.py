@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-import vishwamai
-from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.blocks import linear
-from vishwamai.models.layers.mixer import Arrays, Mixer, Rows
+from vishwamai.models.layers.mixer import Arrays
+from vishwamai.models.layers.recurrent import Recurrent, Tokens
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix
-from vishwamai.models.rotation import NO_ROTATION, Rope
 
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class ShortConv(Mixer):
+class ShortConv(Recurrent):
     """A gated convolution.
 
     Attributes:
@@ -39,10 +37,6 @@ class ShortConv(Mixer):
         "conv_output": Tensor(PREFIX + "conv.out_proj.weight", True),
     }
 
-    @classmethod
-    def read(cls, sizes: Mapping[str, Any], window: int | None, rope: Rope) -> Self:
-        return cls(None, NO_ROTATION, **sizes)
-
     @property
     def layer_type(self) -> str:
         return "conv"
@@ -55,20 +49,15 @@ class ShortConv(Mixer):
             "conv_output": matrix(hidden, hidden, (None, "embed")),
         }
 
-    def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
-        if rows.axes.sequence is not None:
-            raise UnsupportedError(
-                f"{config.family}: rows are split over the mesh axis {rows.axes.sequence!r}, and layers of type "
-                f"'{self.layer_type}' need whole rows; set mesh.sequence=1."
-            )
-        enter, leave, tokens = jnp.split(linear(x, arrays["conv_inputs"]), 3, axis=-1)
-        kernel = arrays["conv_filter"][:, 0].astype(x.dtype)
-        mixed = leave * vishwamai.causal_conv1d(enter * tokens, kernel, segment_ids=rows.segment_ids)
-        # Every device of the mesh axis "tensor" has all channels: the sum over them counts one.
-        return rows.axes.once(linear(checkpoint_name(mixed, "mixed"), arrays["conv_output"]))
+    def state(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        return {"filter": (self.width - 1, config.hidden_size)}
 
-    def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
-        return {}
+    def mix(self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Tokens) -> Any:
+        enter, leave, value = jnp.split(linear(x, arrays["conv_inputs"]), 3, axis=-1)
+        kernel = arrays["conv_filter"][:, 0].astype(x.dtype)
+        mixed = leave * tokens.convolve("filter", enter * value, kernel)
+        # Every device of the mesh axis "tensor" has all channels: the sum over them counts one.
+        return tokens.axes.once(linear(checkpoint_name(mixed, "mixed"), arrays["conv_output"]))
 
     def mixing_flops(self, config: ModelConfig, length: int) -> float:
         return 2.0 * (self.width + 1) * config.hidden_size  # the filter and two gates

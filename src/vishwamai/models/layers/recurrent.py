@@ -1,0 +1,240 @@
+"""Mixers with a state: what a token needs of all earlier ones has one size for any length of the sequence.
+
+A subclass writes its computation once, as `mix`, on two forms of mixing over tokens: a short convolution and a
+recurrence. Over whole rows (`RowTokens`) both start from zero at each segment. In a step of serving (`StepTokens`) both
+go on from the states of the sequences, which lie in a pool of slots, and write them back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+
+import vishwamai
+from vishwamai.core.errors import UnsupportedError
+from vishwamai.models.axes import ONE_DEVICE, MeshAxes
+from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
+from vishwamai.models.pages import PagedBatch
+from vishwamai.models.rotation import NO_ROTATION, Rope
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+    from vishwamai.models.config import ModelConfig
+
+_CHUNK = 64
+"""Tokens of a prompt that a step's recurrence takes in one turn of its loop."""
+
+
+class Tokens(Protocol):
+    """The tokens of a call of `Recurrent.mix`, which know where their sequences start."""
+
+    @property
+    def axes(self) -> MeshAxes:
+        """Mesh axes over which the model is split, inside `shard_map`."""
+        ...
+
+    def convolve(self, name: str, x: Any, weight: Any, bias: Any = None, activation: str | None = None) -> Any:
+        """`vishwamai.causal_conv1d` of each sequence.
+
+        Args:
+          name: entry of `Recurrent.state`, `(width - 1, channels)`.
+          x: `[batch, seq, channels]`.
+          weight: `[channels, width]`. bias: `[channels]`, or None.
+          activation: argument of `causal_conv1d`.
+        """
+        ...
+
+    def recur(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        """A recurrence over the tokens of each sequence.
+
+        Args:
+          name: entry of `Recurrent.state`, the shape of `initial_state` without its batch.
+          function: called as `function(*operands, initial_state=..., segment_ids=..., return_state=...)`, of which it
+            gets what it needs, as `vishwamai.gated_delta_rule` and its relatives take them. Tokens whose operands are
+            all 0 must leave the state as it is.
+          operands: arrays `[batch, heads, seq, ...]`; None for an argument left out.
+
+        Returns:
+          `[batch, heads, seq, ...]`.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrent(Mixer):
+    """A mixer with a state; a subclass has `state`, `mix` and `mixing_flops` in place of `__call__` and `step`."""
+
+    @classmethod
+    def read(cls, sizes: Mapping[str, Any], window: int | None, rope: Rope) -> Self:
+        return cls(None, NO_ROTATION, **sizes)
+
+    def mix(self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Tokens) -> Any:
+        """The output of tokens `[batch, seq, hidden]`, in the same shape.
+
+        Where every device of `tokens.axes.tensor` has all heads, the result goes through `tokens.axes.once`.
+        """
+        raise NotImplementedError
+
+    def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
+        if rows.axes.sequence is not None:
+            raise UnsupportedError(
+                f"{config.family}: rows are split over the mesh axis {rows.axes.sequence!r}, and layers of type "
+                f"'{self.layer_type}' need whole rows; set mesh.sequence=1."
+            )
+        return self.mix(config, arrays, x, RowTokens(rows))
+
+    def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
+        tokens = StepTokens(step.batch, x.shape[1], pool, first)
+        out = self.mix(config, arrays, x, tokens)
+        return out, tokens.pool
+
+    def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
+        return {}
+
+
+class RowTokens:
+    """The tokens of whole rows."""
+
+    def __init__(self, rows: Rows):
+        self.axes = rows.axes
+        self._segment_ids = rows.segment_ids
+
+    def convolve(self, name: str, x: Any, weight: Any, bias: Any = None, activation: str | None = None) -> Any:
+        del name
+        return vishwamai.causal_conv1d(x, weight, bias, activation=activation, segment_ids=self._segment_ids)
+
+    def recur(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        del name
+        return function(*operands, segment_ids=self._segment_ids)
+
+
+class StepTokens:
+    """The new tokens of a step: `[1, tokens, ...]`, those of each sequence in turn.
+
+    Args:
+      batch: the sequences, with `PagedBatch.states`.
+      count: tokens of the step.
+      pool: arrays `[slots, ...]` by the names of `Recurrent.state`.
+      first: int32 scalar, index of the layer's first slot in the pool.
+
+    Attributes:
+      pool: the pool, with the states after the tokens.
+    """
+
+    axes = ONE_DEVICE
+
+    def __init__(self, batch: PagedBatch, count: int, pool: Mapping[str, Any], first: Any):
+        assert batch.states is not None, "the batch of a model with states names their slots"
+        self.pool = dict(pool)
+        self._starts, self._ends = batch.cu_q_lens[:-1], batch.cu_q_lens[1:]
+        self._counts = self._ends - self._starts
+        self._begins = batch.kv_lens == self._counts
+        self._read, self._write = batch.states + first
+        self._batch, self._tokens = batch, count
+        self._decodes = batch.max_q_len == 1 and count == batch.kv_lens.shape[0]
+
+    def convolve(self, name: str, x: Any, weight: Any, bias: Any = None, activation: str | None = None) -> Any:
+        before = self._before(name).astype(x.dtype)  # [sequences, history, channels]
+        history, tokens = before.shape[1], jnp.arange(self._tokens, dtype=jnp.int32)
+        rows = jnp.concatenate([before.reshape(-1, x.shape[2]), x[0]])
+        back = jnp.arange(history, 0, -1, dtype=jnp.int32)
+
+        def tokens_before(token: Any, sequence: Any) -> Any:
+            """The last tokens of a sequence before one of the step, `[..., history, channels]`."""
+            offset = (token - self._starts[sequence])[:, None]
+            earlier = sequence[:, None] * history + history + offset - back
+            return rows[jnp.where(offset >= back, before.shape[0] * history + token[:, None] - back, earlier)]
+
+        if self._decodes:
+            windows = before
+        else:
+            windows = tokens_before(tokens, self._batch.sequences(self._tokens))
+        y = vishwamai.causal_conv1d(x[0][:, None], weight, bias, activation=activation, initial_state=windows)
+        self._after(name, tokens_before(self._ends, jnp.arange(before.shape[0], dtype=jnp.int32)))
+        return y[:, 0][None]
+
+    def recur(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        states = self._before(name)
+        # One token of each sequence at once; then, in turn, the chunks of those with several.
+        first = operands if self._decodes else _tokens(operands, self._starts)
+        y, after = function(*_rows_of_tokens(first), initial_state=states, return_state=True)
+        y = jnp.swapaxes(y, 0, 2)
+        if not self._decodes:
+            single = self._counts == 1
+            states = jnp.where(single.reshape(-1, *[1] * (states.ndim - 1)), after.astype(states.dtype), states)
+            y = _scattered(y, jnp.where(single, self._starts, self._tokens), self._tokens)
+            y, after = self._prompts(function, operands, y, states)
+        self._after(name, after)
+        return y
+
+    def _prompts(self, function: Callable[..., Any], operands: tuple[Any, ...], y: Any, states: Any) -> tuple[Any, Any]:
+        """`y` and the states after the chunks of sequences with several new tokens."""
+        size = min(_CHUNK, self._tokens)
+        chunks = jnp.where(self._counts > 1, -(-self._counts // size), 0)
+        last = jnp.cumsum(chunks)
+        padded = tuple(None if x is None else _padded(x, size) for x in operands)
+
+        def turn(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            y, states = carry
+            sequence = jnp.searchsorted(last, i, side="right").astype(jnp.int32)
+            start = self._starts[sequence] + (i - last[sequence] + chunks[sequence]) * size
+            new = jnp.arange(size, dtype=jnp.int32) < self._ends[sequence] - start
+            part = (None if x is None else _masked(_slice(x, start, size), new) for x in padded)
+            state = jax.lax.dynamic_index_in_dim(states, sequence, keepdims=True)
+            out, state = function(*part, initial_state=state, return_state=True)
+            out = jnp.where(_along(new, out), out, _slice(y, start, size))
+            y = jax.lax.dynamic_update_slice_in_dim(y, out, start, 2)
+            return y, jax.lax.dynamic_update_index_in_dim(states, state.astype(states.dtype), sequence, 0)
+
+        y, states = jax.lax.fori_loop(0, last[-1], turn, (_padded(y, size), states))
+        return y[:, :, : self._tokens], states
+
+    def _before(self, name: str) -> Any:
+        """The states before the step, `[sequences, ...]`; 0 of sequences that begin."""
+        states = self.pool[name][self._read]
+        return jnp.where(self._begins.reshape(-1, *[1] * (states.ndim - 1)), 0, states)
+
+    def _after(self, name: str, states: Any) -> None:
+        """Writes the states after the step; of unused rows none."""
+        pool = self.pool[name]
+        slots = jnp.where(self._counts > 0, self._write, pool.shape[0])
+        self.pool[name] = pool.at[slots].set(states.astype(pool.dtype), mode="drop")
+
+
+def _along(mask: Any, x: Any) -> Any:
+    """A mask of tokens in the shape that fits `[batch, heads, tokens, ...]`."""
+    return mask.reshape(-1, *[1] * (x.ndim - 3))
+
+
+def _masked(x: Any, mask: Any) -> Any:
+    return jnp.where(_along(mask, x), x, 0)
+
+
+def _slice(x: Any, start: Any, size: int) -> Any:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, 2)
+
+
+def _padded(x: Any, size: int) -> Any:
+    return jnp.pad(x, [(0, 0), (0, 0), (0, size), *[(0, 0)] * (x.ndim - 3)])
+
+
+def _tokens(operands: tuple[Any, ...], index: Any) -> tuple[Any, ...]:
+    """Those tokens of operands `[1, heads, tokens, ...]`."""
+    return tuple(None if x is None else jnp.take(x, index, axis=2, mode="clip") for x in operands)
+
+
+def _rows_of_tokens(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Operands with a row for each token, `[tokens, heads, 1, ...]`."""
+    return tuple(None if x is None else jnp.swapaxes(x, 0, 2) for x in operands)
+
+
+def _scattered(y: Float[Array, "1 heads rows ..."], places: Any, count: int) -> Any:
+    """`[1, heads, count, ...]` with the rows of y at places below `count`, 0 elsewhere."""
+    empty = jnp.zeros((*y.shape[:2], count, *y.shape[3:]), y.dtype)
+    return empty.at[:, :, places].set(y, mode="drop")
