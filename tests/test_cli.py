@@ -117,6 +117,7 @@ def test_the_import_costs_little_more_than_that_of_jax():
 LONG_COMMANDS = {
     "generate": "none --prompt x",
     "serve": "none",
+    "evaluate": "none --text none",
     "bench": "--quick",
     "check": "vishwamai:rms_norm",
     "inspect": "vishwamai:rms_norm",

@@ -21,12 +21,14 @@ READ = {
         ("serve", "api_key_file"),
         ("serve", "adapter_folder"),
     ),
+    *(("evaluate", "directory"), ("evaluate", "text")),
     *(("calibrate", "use"), ("calibrate", "show")),
 }
 """Paths that are read."""
 
 NEEDED = {"inspect": ["no.module:f"], "plan": ["none.yaml"], "train": ["none.yaml"]}
 NEEDED["generate"] = ["none", "--prompt", "a"]
+NEEDED["evaluate"] = ["none", "--text", "none"]
 """What a command wants next to the path, so that nothing else is wrong with the command line."""
 
 
@@ -39,7 +41,8 @@ WRITTEN.append(("tune", "--directory", output.Directory))  # which --check reads
 def test_every_path_is_one_to_read_or_is_tried():
     paths = {(name, action.dest) for name, action in PATHS}
     assert paths - READ == {(name, option.removeprefix("--")) for name, option, _ in WRITTEN} and paths >= READ
-    assert {name for name, _, _ in WRITTEN} == {"bench", "calibrate", "generate", "inspect", "plan", "train", "tune"}
+    commands = {"bench", "calibrate", "evaluate", "generate", "inspect", "plan", "train", "tune"}
+    assert {name for name, _, _ in WRITTEN} == commands
 
 
 @pytest.mark.parametrize("command, option, kind", WRITTEN)

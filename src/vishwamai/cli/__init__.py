@@ -25,6 +25,7 @@ from vishwamai.core.errors import VishwamaiError
 COMMANDS = {
     "generate": "continue a prompt with a model that Hugging Face's directory holds",
     "serve": "serve a model over HTTP, in OpenAI's form",
+    "evaluate": "perplexity of a model on a text, in the form that is served, and its distance from the float model",
     "bench": "check and time every operation that this machine can run, compared with the framework's own",
     "doctor": "what this machine has, what is missing, and the command that fixes it",
     "check": "compile a function for a TPU you do not have; memory and errors in words",
@@ -45,7 +46,9 @@ EXIT_STATUS = (
     "stopped by Ctrl-C; 143 stopped by SIGTERM."
 )
 
-LONG = frozenset({"generate", "serve", "bench", "check", "inspect", "tune", "matrix", "train", "plan", "calibrate"})
+LONG = frozenset(
+    {"generate", "serve", "evaluate", "bench", "check", "inspect", "tune", "matrix", "train", "plan", "calibrate"}
+)
 """Those that take long, and say at once that they have begun: loading jax alone takes a second or more."""
 
 

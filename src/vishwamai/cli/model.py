@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 
-def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
-    """The model's directory, its dtypes and its sizes; `sequences`: the default of how many run at once."""
+def add_form_options(parser: argparse.ArgumentParser) -> None:
+    """The model's directory and the form in which it is held: what decides the numbers that it computes."""
     parser.add_argument(
         "directory",
         metavar="MODEL",
@@ -43,18 +43,29 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
         "are; without it weights are held in --dtype",
     )
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="of keys and values (--dtype)")
+    parser.add_argument("--step-tokens", type=int, default=512, metavar="N", help="of one step of all sequences (512)")
+    parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="of a page (16)")
+    parser.add_argument("--memory", type=_gib, metavar="GIB", help="use no more (90 %% of what is available)")
+    add_optimization(parser)
+    parser.add_argument(
+        "--keep-packed",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on a CPU, keep the packed weights in the user's cache, which the next start maps (yes)",
+    )
+
+
+def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
+    """The model's directory, its dtypes and its sizes; `sequences`: the default of how many run at once."""
+    add_form_options(parser)
     parser.add_argument(
         "--max-length", type=int, metavar="TOKENS", help="of a sequence (the model's, as the pages hold it)"
     )
     parser.add_argument("--max-sequences", type=int, default=sequences, metavar="N", help=f"at once ({sequences})")
-    parser.add_argument("--step-tokens", type=int, default=512, metavar="N", help="of one step of all sequences (512)")
     parser.add_argument("--mixed-tokens", type=int, metavar="N", help="tokens of a step that decodes too (a quarter)")
-    parser.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="of a page (16)")
-    parser.add_argument("--memory", type=_gib, metavar="GIB", help="use no more (90 %% of what is available)")
     parser.add_argument(
         "--guesses", type=int, default=0, metavar="N", help="guess N tokens a step from the text itself (0)"
     )
-    add_optimization(parser)
     parser.add_argument(
         "--draft-model",
         metavar="MODEL",
@@ -67,12 +78,6 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="share the pages of prompts that begin alike (yes)",
-    )
-    parser.add_argument(
-        "--keep-packed",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="on a CPU, keep the packed weights in the user's cache, which the next start maps (yes)",
     )
     parser.add_argument(
         "--compile",
@@ -171,11 +176,7 @@ def plan(arguments: argparse.Namespace, adapters: AdapterSizes | None = None) ->
       CommandError: the packages for it are missing.
       VishwamaiError: the directory is not a whole model, or it does not fit.
     """
-    missing = [
-        name for name in ("flax", "safetensors", "tokenizers", "jinja2") if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        raise CommandError(f"models need {', '.join(missing)}: {install_line('serve')}.")
+    require_packages()
     drafts = _drafts(arguments)
     arguments.directory, _ = fetch(arguments.directory)
     if arguments.draft_model is not None:
@@ -209,6 +210,14 @@ def plan(arguments: argparse.Namespace, adapters: AdapterSizes | None = None) ->
     say_optimization(keys, "serving", jax.device_count())
     say(f"loading {load}")
     return load
+
+
+def require_packages() -> None:
+    """Raises `CommandError` where packages that read models are missing."""
+    names = ("flax", "safetensors", "tokenizers", "jinja2")
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CommandError(f"models need {', '.join(missing)}: {install_line('serve')}.")
 
 
 def _drafts(arguments: argparse.Namespace) -> int:

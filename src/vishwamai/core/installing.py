@@ -19,6 +19,7 @@ NAME = "vishwamai"
 COMMANDS = {
     "generate": "serve",
     "serve": "serve",
+    "evaluate": "serve",
     "train": "train",
     "plan": "aot",
     "check": "aot",

@@ -146,7 +146,7 @@ class Load:
         from vishwamai.inference.engine import Engine
 
         mesh = None if self.mesh is None else serving_mesh(self.mesh)
-        model = self._decoder(self.directory, self.config, mesh, say)
+        model = self.decoder(say)
         draft = None if self.draft is None else self._decoder(self.draft.directory, self.draft.config, mesh, say)
         return Engine(
             model,
@@ -164,6 +164,15 @@ class Load:
             compile=compile,
             on_program=on_program,
         )
+
+    def decoder(self, say: Callable[[str], None] = lambda text: None) -> Decoder:
+        """The weights in the form in which the engine serves them, without its programs and pages.
+
+        Raises:
+          ShapeError: as `engine`.
+        """
+        mesh = None if self.mesh is None else serving_mesh(self.mesh)
+        return self._decoder(self.directory, self.config, mesh, say)
 
     def _decoder(self, directory: Path, config: ModelConfig, mesh: Mesh | None, say: Callable[[str], None]) -> Decoder:
         from vishwamai.models import from_pretrained, pack_weights
