@@ -2,9 +2,11 @@
 The root conftest.py sets the rest.
 """
 
+import ctypes
 import gc
 import hashlib
 import os
+import resource
 import time
 
 # The programs of a test run once or twice and are small: what LLVM makes faster costs more than it saves, a third of
@@ -98,13 +100,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_END] = time.monotonic() + 60 * minutes
 
 
-def pytest_runtest_teardown() -> None:
+_RESIDENT = 1 << 30
+"""Bytes of a process above which the programs of a finished module are dropped: thousands of them take 5 GiB."""
+
+_LIBC = ctypes.CDLL(None)
+
+
+def _resident() -> int:
+    if not os.path.exists("/proc/self/statm"):
+        return 0
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+@pytest.hookimpl(trylast=True)  # the module's fixtures have ended
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """A command that ran in this process has set where JAX keeps programs, and those of several devices must not be
     read from there (`vishwamai.parallel.mesh.compile_collectives_anew`).
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         jax.config.update("jax_compilation_cache_dir", None)
         jax_cache.turn(on=True)
+    if nextitem is not None and nextitem.path != item.path and _resident() > _RESIDENT:
+        jax.clear_caches()
+        gc.collect()
+        if hasattr(_LIBC, "malloc_trim"):
+            _LIBC.malloc_trim(0)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
