@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
+from urllib.parse import parse_qs, unquote, urlparse
 
 TOKEN = "hf_token_of_the_test"
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories by name, each a directory; `private` ones ask for `TOKEN`. `requests`: (method, path) as they come;
-    `uploads`: files by repository.
+    """Repositories by name ("datasets/ORG/NAME" for data), each a directory; `private` ones ask for
+    `TOKEN`. `requests`: (method, path) as they come; `uploads`: files by repository.
     """
 
     def __init__(self, models: Mapping[str, Path], private: frozenset[str] = frozenset()):
@@ -70,9 +70,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append((self.command, path))
         parts = path.strip("/").split("/")
         if parts[0] == "api":
-            repo, rest = "/".join(parts[2:4]), parts[4:]
+            kind, repo, rest = parts[1], "/".join(parts[2:4]), parts[4:]
+        elif parts[0] == "datasets":
+            kind, repo, rest = parts[0], "/".join(parts[1:3]), parts[3:]
         else:
-            repo, rest = "/".join(parts[:2]), parts[2:]
+            kind, repo, rest = "models", "/".join(parts[:2]), parts[2:]
+        repo = f"datasets/{repo}" if kind == "datasets" else repo
         folder = self.server.models.get(repo)
         if folder is None or (repo in self.server.private and not self._authorized()):
             return self._missing("RepoNotFound", 401)
@@ -87,15 +90,27 @@ class _Handler(BaseHTTPRequestHandler):
             content = (folder / name).read_bytes()
             return self._answer(200, content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', X_Repo_Commit=sha)
         if rest[:1] == ["tree"]:
-            sizes = {name: (folder / name).stat().st_size for name in files}
-            return self._json([{"type": "file", "path": n, "size": s, "oid": sha} for n, s in sizes.items()])
+            root = folder.joinpath(*rest[2:])
+            recursive = parse_qs(urlparse(self.path).query).get("recursive", ["False"])[0].lower() == "true"
+            paths = root.rglob("*") if recursive else root.iterdir() if root.is_dir() else ()
+            return self._json([self._entry(folder, p.relative_to(folder).as_posix()) for p in sorted(paths)])
         siblings = [{"rfilename": name} for name in files]
         return self._json({"id": repo, "modelId": repo, "sha": sha, "siblings": siblings, "private": False, "tags": []})
+
+    def _entry(self, folder: Path, name: str) -> dict[str, Any]:
+        if (folder / name).is_dir():
+            return {"type": "directory", "path": name, "size": 0, "oid": "0" * 40}
+        content = (folder / name).read_bytes()
+        return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
     def do_POST(self) -> None:
         path = urlparse(self.path).path
         self.server.requests.append((self.command, path))
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if path.startswith("/api/datasets/") and "paths-info" in path:
+            folder = self.server.models["datasets/" + "/".join(path.split("/")[3:5])]
+            names = [unquote(name) for name in parse_qs(body.decode())["paths"]]
+            return self._json([self._entry(folder, name) for name in names if (folder / name).exists()])
         if not self._authorized():
             return self._missing("RepoNotFound", 401)
         parts = path.strip("/").split("/")

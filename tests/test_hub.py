@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -31,11 +32,16 @@ PLANNED = "qwen3, 1 layers, from "
 
 def commands(endpoint, home, *lines, **variables):
     """Runs command lines in one process: (exit status, standard output, standard error) of each."""
+    return results_of(SCRIPT, lines, endpoint, home, **variables)
+
+
+def results_of(script, lines, endpoint, home, **variables):
+    """What a script prints of each of its lines."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **variables}
     environment |= {"XDG_CACHE_HOME": str(home / "cache"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(lines)], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", script, json.dumps(lines)], env=environment, capture_output=True, text=True, timeout=240
     )
     results = [json.loads(line[7:]) for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(results) == len(lines), run.stderr
@@ -129,3 +135,124 @@ def test_what_an_upload_lacks_is_an_error_before_any_work(monkeypatch, capsys, t
     ):
         assert main(["train", "--output", str(tmp_path / "run"), "--push-to-hub", name]) == 2
         assert text in capsys.readouterr().err
+
+
+@pytest.mark.turns(6)
+def test_gguf_files_of_the_hub(tmp_path):
+    """By their names and by their formats; the real file of SmolLM2 next to others that are declined."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    shutil.copy(world.gguf(world.SMOLLM2_GGUF), folder)
+    for name in ("SmolLM2-Q8_0-00001-of-00002.gguf", "SmolLM2-Q8_0-00002-of-00002.gguf", "mmproj-Q4_1.gguf"):
+        (folder / name).write_bytes(b"GGUF")
+    (folder / "README.md").write_text("a card")
+    name = f"org/tiny-GGUF/{world.SMOLLM2_GGUF}"
+    planned = ["--token-ids", "1,2", "--memory", "0.001"]
+    with serving_hub({"org/tiny-GGUF": folder}) as hub:
+        answers = commands(
+            hub.url,
+            tmp_path,
+            ["generate", name, *planned],
+            ["generate", "org/tiny-GGUF@main:q4_1", *planned],
+            ["generate", "org/tiny-GGUF:Q2_K", *planned],
+            ["generate", "org/tiny-GGUF:Q8_0", *planned],
+            ["generate", "org/tiny-GGUF", *planned],
+            ["generate", "org/tiny-GGUF/none.gguf", *planned],
+        )
+        downloads = [path for method, path in hub.requests if method == "GET" and path.endswith(world.SMOLLM2_GGUF)]
+    assert {status for status, _, _ in answers} == {2} and len(downloads) == 1
+    for _, _, text in answers[:2]:
+        assert "That does not fit" in text
+    assert f"org/tiny-GGUF:Q2_K: the repository has no such GGUF file; it has {world.SMOLLM2_GGUF}" in answers[2][2]
+    assert "a model is read from one GGUF file, but this is 2: SmolLM2-Q8_0-00001-of-00002.gguf" in answers[3][2]
+    assert f"the repository has GGUF files; pass one of them, such as {name}" in answers[4][2]
+    assert "org/tiny-GGUF/none.gguf: the repository has no such GGUF file" in answers[5][2]
+    ((_, _, text),) = commands(
+        hub.url, tmp_path / "empty", ["generate", "org/tiny-GGUF:Q4_1", *planned], HF_HUB_OFFLINE="1"
+    )
+    assert "`hf download org/tiny-GGUF --include '*Q4_1*.gguf' --local-dir tiny-GGUF`" in text
+
+
+def test_functions_and_paths_are_no_gguf_files_of_the_hub():
+    for text in ("examples/attention.py:f16", "a/b:main", "a/b.gguf", "a/b/c", "a/b/c.gguf:Q4_0", "a/b/c.txt"):
+        assert HubModel.parse(text) is None, text
+    for text in (
+        "a/b:Q4_K_M",
+        "a/b:iq3_xxs",
+        "a/b:UD-Q4_K_XL",
+        "a/b:BF16",
+        "a/b@v1:F16",
+        "a/b/c/d.gguf",
+        "a/b/c.gguf@v1",
+    ):
+        assert str(HubModel.parse(text)) == text
+
+
+DATA = """
+import json, sys
+from vishwamai.core.errors import VishwamaiError
+from vishwamai.training.config_file import from_dict
+from vishwamai.training.sources import check_source, documents
+for values in json.loads(sys.argv[1]):
+    source = from_dict({"data": {"sources": [values]}}).data.sources[0]
+    try:
+        check_source(source)
+        print("RESULT", json.dumps([str(record) for record in documents(source)]))
+    except VishwamaiError as error:
+        print("RESULT", json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+@pytest.mark.turns(4)
+def test_datasets_of_the_hub_are_read_within_the_bounds_of_files(tmp_path):
+    """`datasets` is the real one; the same rows from a local file, and from the Hub, are the same documents."""
+    pytest.importorskip("datasets")
+    rows = [{"text": f"document {number}", "n": number} for number in range(300)]
+    rows[7]["text"], rows[9]["text"] = "", "long " * 300_000
+    folder = tmp_path / "rows"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "data" / "test.jsonl").write_text('{"text": "of the test"}\n')
+    local = {"paths": [str(folder / "data" / "train.jsonl")], "max_record_mib": 1}
+    hub_rows = {"dataset": "org/rows", "max_record_mib": 1}
+    sources = [
+        local,
+        hub_rows,
+        hub_rows | {"streaming": False},
+        hub_rows | {"split": "test"},
+        hub_rows | {"max_records": 5},
+        hub_rows | {"column": "body"},
+        hub_rows | {"split": "validation"},
+        hub_rows | {"subset": "none"},
+        hub_rows | {"dataset": "org/none"},
+        hub_rows | {"dataset": "rows"},
+        hub_rows | {"paths": ["x"]},
+    ]
+    with serving_hub({"datasets/org/rows": folder}) as hub:
+        results = results_of(DATA, sources, hub.url, tmp_path)
+    from_file, streamed, downloaded, test, five, column, *errors = results
+    assert len(from_file) == 300 and from_file[0] == "document 0"
+    assert streamed == downloaded and [a == b for a, b in zip(from_file, streamed)].count(False) == 2
+    for number, reason in (
+        (7, "column 'text' holds neither text nor a list of messages"),
+        (9, "takes more than 1 MiB"),
+    ):
+        assert reason in from_file[number] and reason in streamed[number]
+        assert streamed[number].startswith(f"org/rows:{number + 1}: ")
+    assert test == ["of the test"] and five == from_file[:5]
+    assert column == ["org/rows: no column 'body'; it has text, n"]
+    for error, text in zip(
+        errors,
+        (
+            "ConfigError: config: data.sources.dataset=org/rows: Bad split: validation",
+            "ConfigError: config: data.sources.dataset=org/rows: BuilderConfig 'none' not found",
+            "ConfigError: config: data.sources.dataset: the Hub has no org/none, or shows it to its owner only",
+            "ConfigError: config: data.sources.dataset is 'rows'; pass ORG/NAME",
+            "ConfigError: config: a source of data.sources has either paths or dataset",
+        ),
+        strict=True,
+    ):
+        assert error.startswith(text), error
+    (gone,) = results_of(DATA, [hub_rows], hub.url, tmp_path / "elsewhere")
+    assert gone.startswith("DeviceError: org/rows: the Hub cannot be reached (")
+    assert "hf download --repo-type dataset org/rows --local-dir data" in gone

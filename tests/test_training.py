@@ -972,7 +972,9 @@ def test_a_checkpoint_of_another_schema_is_an_error_that_names_both(tmp_path, mo
 
 def test_records_go_on_from_a_step_in_both_files(tmp_path):
     from vishwamai.training.records import RecordFiles, StepMeter
+    from vishwamai.training.tracking import open_trackers
 
+    config = from_dict({"log": {"trackers": ["tensorboard"]}})
     proto: Any = importlib.import_module("tensorboardX.proto.event_pb2")
 
     def scalars():
@@ -992,7 +994,7 @@ def test_records_go_on_from_a_step_in_both_files(tmp_path):
     meter = StepMeter(0, tokens=64, flops_per_token=10.0, peak_flops=1e9, compute_dtype="float32")
     shown = {"gradient_norm": 1.0, "skipped": 0, "overload": 2.0, "skips": 0}
     for last, steps in ((0, 4), (2, 1)):
-        with RecordFiles(tmp_path, last, tensorboard=True) as files:
+        with RecordFiles(tmp_path, last, open_trackers(config, tmp_path, last)) as files:
             meter.steps = last
             for _ in range(steps):
                 with meter.step():

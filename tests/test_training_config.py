@@ -45,7 +45,7 @@ def test_overrides_reach_sections_and_entries_of_lists(tmp_path):
         ("steps=many", "steps is 'many': input should be a valid integer"),
         ("steps=0", "steps is 0: input should be greater than or equal to 1"),
         ("optimizer.name=adam", "optimizer.name is 'adam': input should be 'adamw', 'lion'"),
-        ("data.sources=[{weight: 1}]", "the key data.sources.0.paths is missing"),
+        ("optimizer.groups=[{weight_decay: 1}]", "the key optimizer.groups.0.pattern is missing"),
         ("data.sources.0.weight=1", "names entry '0'|goes into|empty list"),
         ("optimizer.clip_norm=-1", "optimizer.clip_norm is -1: input should be greater than 0"),
         ("optimizer.ema_decay=2.0", "optimizer.ema_decay is 2.0: input should be less than 1"),

@@ -31,7 +31,8 @@ def add_form_options(parser: argparse.ArgumentParser) -> None:
         "directory",
         metavar="MODEL",
         type=Path,
-        help="a directory as Hugging Face writes it, a GGUF file, or a name of the Hub, ORG/NAME[@REVISION]",
+        help="a directory as Hugging Face writes it, a GGUF file, or a name of the Hub: ORG/NAME[@REVISION], or with "
+        "GGUF files ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf",
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="of weights and activations"

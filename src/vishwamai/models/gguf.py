@@ -75,15 +75,16 @@ def is_gguf(path: Path) -> bool:
 
 
 def model_directory(path: Path, weights: bool = False) -> Path:
-    """The directory of a model: `path` itself, for a GGUF file the one that is made of it, or what the Hub has under a
-    name ("ORG/NAME@REVISION"), of whose weights nothing is fetched unless `weights`.
+    """The directory of a model: `path` itself, for a GGUF file the one that is made of it, or that of a model of the
+    Hub ("ORG/NAME@REVISION", "ORG/NAME:Q4_K_M"), whose safetensors files are fetched with `weights` only.
 
     Raises:
       ShapeError, DeviceError: as `hub.local_model`.
       ShapeError, UnsupportedError: the file cannot be read, or holds what the decoder does not compute.
     """
+    path = hub.local_model(path, weights)
     if not is_gguf(path):
-        return hub.local_model(path, weights)
+        return path
     path = path.resolve()
     if not path.is_file():
         raise ShapeError(f"{path}: expected a GGUF file, or a directory with config.json and safetensors files.")

@@ -1,5 +1,6 @@
 """Models by their names on the Hugging Face Hub: `ORG/NAME`, or `ORG/NAME@REVISION`.
 
+`ORG/NAME:Q4_K_M` is the GGUF file of a repository in that format, and `ORG/NAME/FILE.gguf` one by its name.
 Files come through `huggingface_hub`, so its cache, its token and its variables hold (`HF_HOME`, `HF_TOKEN`,
 `HF_HUB_OFFLINE`, `HF_ENDPOINT`). Weights are read from safetensors only, which cannot hold code.
 """
@@ -22,30 +23,45 @@ SKIPPED = ("original/*", "onnx/*", "openvino/*", "*/*.safetensors")
 """Folders of other programs, and weights in other forms."""
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
-_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.-][\w./-]*))?")
+_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(/(?P<file>[\w./-]+\.gguf))?(@(?P<revision>[\w.-][\w./-]*))?"
+    r"(:(?P<format>(?i:(UD-)?(I?Q\d|TQ\d|BF16|F16|F32|MXFP4)\w*)))?"
+)
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 @dataclasses.dataclass(frozen=True)
 class HubModel:
-    """A model of the Hub: its repository, "ORG/NAME", and a branch, tag or commit; None is the main branch.
+    """A model of the Hub.
 
-    >>> HubModel.parse("Qwen/Qwen3-0.6B@main")
-    HubModel(repo='Qwen/Qwen3-0.6B', revision='main')
+    >>> HubModel.parse("Qwen/Qwen3-0.6B@main").revision
+    'main'
+    >>> HubModel.parse("unsloth/gemma-3-270m-GGUF:Q4_K_M").format
+    'Q4_K_M'
     >>> HubModel.parse("./Qwen/Qwen3-0.6B"), HubModel.parse("model.gguf")
     (None, None)
+
+    Attributes:
+      repo: the repository, "ORG/NAME".
+      revision: a branch, tag or commit; None is the main branch.
+      file: name of a GGUF file there. format: format in the name of the GGUF file; both None: safetensors files.
     """
 
     repo: str
     revision: str | None = None
+    file: str | None = None
+    format: str | None = None
 
     @classmethod
     def parse(cls, text: str | os.PathLike[str]) -> HubModel | None:
         """The model that a text names; None where it is a path that exists, or is not written as a name."""
         text = os.fspath(text)
         match = _NAME.fullmatch(text)
-        if match is None or text.endswith((".gguf", ".yaml", ".yml")) or os.path.lexists(text):
+        if match is None or match["repo"].endswith((".gguf", ".yaml", ".yml", ".py")) or os.path.lexists(text):
             return None
-        return cls(match["repo"], match["revision"])
+        if match["file"] and match["format"]:
+            return None
+        return cls(match["repo"], match["revision"], match["file"], match["format"])
 
     @property
     def name(self) -> str:
@@ -53,11 +69,13 @@ class HubModel:
         return self.repo.rpartition("/")[2]
 
     def __str__(self) -> str:
-        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        file = "" if self.file is None else f"/{self.file}"
+        revision = "" if self.revision is None else f"@{self.revision}"
+        return f"{self.repo}{file}{revision}{'' if self.format is None else f':{self.format}'}"
 
 
 def local_model(path: str | os.PathLike[str], weights: bool = True) -> Path:
-    """The path itself, or the directory into which a model of the Hub was fetched.
+    """The path itself, or the directory or GGUF file into which a model of the Hub was fetched.
 
     Args:
       path: a directory, a GGUF file, or a name of the Hub.
@@ -79,6 +97,12 @@ def _fetched(model: HubModel, weights: bool) -> Path:
     except ImportError as error:
         raise DeviceError(f"{model}: the Hub needs huggingface-hub: {install_line('models')}.") from error
     patterns = [*TEXTS, *(WEIGHTS if weights else ())]
+    if model.file is not None:
+        patterns = [model.file]
+    elif model.format is not None:
+        patterns = [
+            f"*{text}*.gguf" for text in dict.fromkeys((model.format, model.format.upper(), model.format.lower()))
+        ]
     try:
         folder = huggingface_hub.snapshot_download(
             model.repo,
@@ -104,12 +128,50 @@ def _fetched(model: HubModel, weights: bool) -> Path:
             raise
         raise DeviceError(_unreachable(model, error)) from error
     path = Path(folder)
-    if weights and not any(path.glob("*.safetensors")):
+    if model.file is not None or model.format is not None:
+        return _gguf_file(model, path)
+    if (weights and not any(path.glob("*.safetensors"))) or not any(path.iterdir()):
+        names = _gguf_names(model)
         raise ShapeError(
-            f"{model}: the repository has no safetensors files next to its config.json; pass another revision, or a "
-            "repository with converted weights."
+            f"{model}: the repository has GGUF files; pass one of them, such as {model.repo}/{names[0]}, or its "
+            f"format, such as {model.repo}:Q4_K_M. It has {', '.join(names)}."
+            if names
+            else f"{model}: the repository has no safetensors files next to its config.json; pass another revision, or "
+            "a repository with converted weights."
         )
     return path
+
+
+def _gguf_file(model: HubModel, folder: Path) -> Path:
+    """The one GGUF file of a fetched snapshot that a model names."""
+    files = sorted(path for path in folder.rglob("*.gguf") if not path.name.startswith("mmproj"))
+    if model.file is not None:
+        files = [path for path in files if path.relative_to(folder).as_posix() == model.file]
+    else:
+        format = re.compile(rf"(^|[-._/]){re.escape(str(model.format))}\.gguf$", re.IGNORECASE)
+        files = [path for path in files if format.search(_PART.sub(".gguf", path.name))]
+    if len(files) == 1 and not _PART.search(files[0].name):
+        return files[0]
+    if not files:
+        names = _gguf_names(model)
+        has = f"it has {', '.join(names)}" if names else "it has no GGUF files that can be listed"
+        raise ShapeError(f"{model}: the repository has no such GGUF file; {has}.")
+    names = ", ".join(path.relative_to(folder).as_posix() for path in files)
+    raise ShapeError(
+        f"{model}: a model is read from one GGUF file, but this is {len(files)}: {names}; pass the name of one that is "
+        f"not a part, {model.repo}/FILE.gguf, or merge the parts with llama.cpp's gguf-split."
+    )
+
+
+def _gguf_names(model: HubModel) -> list[str]:
+    """The GGUF files of a repository; none where the Hub cannot be reached."""
+    import huggingface_hub
+
+    try:
+        names = huggingface_hub.HfApi(library_name="vishwamai").list_repo_files(model.repo, revision=model.revision)
+    except Exception:  # this only adds to an error
+        return []
+    return [name for name in names if name.endswith(".gguf")]
 
 
 class Upload:
@@ -169,11 +231,13 @@ def _unreachable(model: HubModel, error: BaseException) -> str:
     from huggingface_hub import constants
 
     revision = "" if model.revision is None else f" --revision {model.revision}"
+    files = "" if model.file is None else f" {model.file}"
+    files += "" if model.format is None else f" --include '*{model.format}*.gguf'"
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the Hub cannot be reached ({_first_line(error)})"
     return (
         f"{model}: there is no such path here, {why}, and the cache in {constants.HF_HUB_CACHE} does not have the "
-        f"model. On a machine with network, run `hf download {model.repo}{revision} --local-dir {model.name}`; copy "
-        f"the folder {model.name} to this machine, and pass its path in place of {model}."
+        f"model. On a machine with network, run `hf download {model.repo}{files}{revision} --local-dir {model.name}`; "
+        f"copy the folder {model.name} to this machine, and pass its path in place of {model}."
     )
 
 

@@ -90,8 +90,16 @@ class TokenizerSection(_Section):
 class SourceSection(_Section):
     paths: tuple[str, ...] = key(
         "files, directories or glob patterns: text, .json, .jsonl (also .gz), .parquet, or a directory that `datasets` "
-        "saved; {stdlib} is the directory of Python's standard library"
+        "saved; {stdlib} is the directory of Python's standard library",
+        (),
     )
+    dataset: str | None = key(
+        "dataset of the Hub in place of paths: ORG/NAME[@REVISION], read through the library `datasets`", None
+    )
+    subset: str | None = key("configuration of dataset, where it has several", None)
+    split: str = key("split of dataset", "train")
+    streaming: bool = key("read the records of dataset while they arrive; false downloads all files first", True)
+    max_records: Positive | None = key("records to read, unreadable ones among them; null: all", None)
     exclude: tuple[str, ...] = key("glob patterns of files to leave out", ())
     format: Literal["auto", "text", "json", "jsonl", "parquet", "datasets"] = key("auto goes by the suffix", "auto")
     column: str = key(
@@ -255,6 +263,10 @@ class MeshSection(_Section):
 class LogSection(_Section):
     every: Positive = key("steps between lines of metrics.jsonl", 1)
     tensorboard: bool = key("also write TensorBoard's events, into tensorboard/", False)
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = key(
+        "where the numbers of each record go as well: tensorboard (into tensorboard/), wandb, trackio", ()
+    )
+    project: str = key("project of the run in wandb and trackio", "vishwamai")
 
 
 @dataclasses.dataclass(frozen=True)

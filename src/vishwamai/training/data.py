@@ -19,7 +19,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.training.chat import CHAT_TEMPLATE, TrainingTemplate, read_template
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.packing import REFERENCE, PackingPlan, pair_rows, plan_rows, row
-from vishwamai.training.sources import files
+from vishwamai.training.sources import check_source
 from vishwamai.training.tokens import Encoding, Tokens, check_template, make_tokenizer, read_tokens, write_tokens
 
 Batch = dict[str, np.ndarray]
@@ -80,7 +80,7 @@ def prepare(config: TrainConfig, folder: Path) -> Corpus:
     places = [folder / f"source-{number}" for number in range(len(config.data.sources))]
     missing = [pair for pair in zip(config.data.sources, places) if not (pair[1] / "tokens.json").exists()]
     for source, _ in missing:
-        files(source)  # an error comes before the first source is tokenized
+        check_source(source)  # an error comes before the first source is tokenized
     template = folder / CHAT_TEMPLATE  # a copy, which the exported model gets
     if config.data.chat_template is not None and not template.exists():
         text = read_template(config.data.chat_template)

@@ -10,12 +10,13 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from tensorboardX import SummaryWriter
+
+from vishwamai.training.tracking import Tracker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,38 +105,36 @@ def read_records(path: Path) -> list[Record]:
 
 
 class RecordFiles:
-    """A context that appends records to `metrics.jsonl`, and with `tensorboard` writes TensorBoard's events as well.
+    """A context that appends records to `metrics.jsonl`, and hands their numbers to trackers.
 
-    Records after step `last`, from which the run goes on, are dropped from both. `peak` is the largest memory of those
-    that stay, which earlier processes of the run wrote.
+    Records after step `last`, from which the run goes on, are dropped from the file. `peak` is the largest memory of
+    those that stay, which earlier processes of the run wrote.
     """
 
-    def __init__(self, folder: Path, last: int, tensorboard: bool):
+    def __init__(self, folder: Path, last: int, trackers: Sequence[Tracker] = ()):
         path = folder / "metrics.jsonl"
         earlier = [record for record in read_records(path) if record.step <= last]
         path.write_text("".join(record.to_json() + "\n" for record in earlier), encoding="utf-8")
         self.peak = max((record.memory for record in earlier), default=0)
         self.lines = path.open("a", encoding="utf-8")
-        self.events = None
-        if tensorboard:  # the suffix tells files of one second apart
-            self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1, filename_suffix=f".{last}")
+        self.trackers = trackers
 
     def __enter__(self) -> RecordFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.lines.close()
-        if self.events is not None:
-            self.events.close()
+        for tracker in self.trackers:
+            tracker.close()
 
     def write(self, record: Record) -> None:
         """Adds a record; `metrics.jsonl` has it when this returns."""
         self.lines.write(record.to_json() + "\n")
         self.lines.flush()
-        if self.events is not None:
-            for name, value in dataclasses.asdict(record).items():
-                if name != "step" and isinstance(value, int | float):
-                    self.events.add_scalar(name, value, record.step)
+        numbers = {name: value for name, value in vars(record).items() if isinstance(value, int | float)}
+        del numbers["step"]
+        for tracker in self.trackers:
+            tracker.log(record.step, numbers)
 
 
 class StepMeter:

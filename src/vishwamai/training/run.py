@@ -36,6 +36,7 @@ from vishwamai.training.sharding import over_all_devices
 from vishwamai.training.step import TrainState
 from vishwamai.training.stop import Stopped, stop_signals
 from vishwamai.training.together import AnyAsked, check_shared, first_alone, is_first
+from vishwamai.training.tracking import check_trackers, open_trackers
 
 
 def train(
@@ -70,6 +71,7 @@ def train(
     original = resolved_for_run(over_all_devices(config, jax.device_count()), folder)
     config = with_local_model(original)
     check(config)
+    check_trackers(config)
     if profile and (reason := why_no_trace()) is not None:
         raise DeviceError(f"train: `profile` is {profile}, but {reason}.")
     first_alone(lambda: claim(original, folder, resume))
@@ -104,7 +106,9 @@ def _steps(
         every, skips, read = config.evaluation.every, int(state.skips), step  # skipped in a row at step `read`
         tokens = config.batch_size * config.data.sequence_length
         meter = StepMeter(step, tokens, job.flops_per_token, job.peak_flops, config.model.compute_dtype)
-        writes = RecordFiles(folder, step, config.log.tensorboard) if is_first() else contextlib.nullcontext()
+        writes = contextlib.nullcontext()
+        if is_first():
+            writes = RecordFiles(folder, step, open_trackers(config, folder, step))
         with writes as files, _Trace(folder, profile, step + 2) as trace:
             if files is not None:
                 meter.peak = files.peak

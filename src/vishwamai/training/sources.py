@@ -12,6 +12,7 @@ import fnmatch
 import functools
 import glob
 import gzip
+import itertools
 import json
 import os
 import sysconfig
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from vishwamai.core.errors import ConfigError
-from vishwamai.training import bounded
+from vishwamai.training import bounded, hub_data
 from vishwamai.training.config import DpoSection, SourceSection
 
 
@@ -85,6 +86,26 @@ class Bad:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}" if self.line else f"{self.file}: {self.reason}"
+
+
+def check_source(source: SourceSection) -> None:
+    """Whether a source can be opened.
+
+    Raises:
+      ConfigError: a path matches no file, the Hub has no such dataset, or the source names both or neither.
+      DeviceError: the Hub cannot be reached.
+    """
+    if bool(source.paths) == (source.dataset is not None):
+        raise ConfigError("config: a source of data.sources has either paths or dataset; set one of them.")
+    if source.dataset is None:
+        files(source)
+    else:
+        hub_data.open_dataset(source)
+
+
+def source_name(source: SourceSection) -> str:
+    """The paths or the dataset of a source, as errors name it."""
+    return str(list(source.paths)) if source.dataset is None else source.dataset
 
 
 def files(source: SourceSection) -> list[Path]:
@@ -162,6 +183,25 @@ def placed_pairs(source: SourceSection, columns: DpoSection) -> Iterator[tuple[P
 
 
 def _records(source: SourceSection, columns: list[str], take: Read) -> Iterator[tuple[Place, Any]]:
+    records = _file_records(source, columns, take) if source.dataset is None else _hub_records(source, columns, take)
+    return itertools.islice(records, source.max_records)
+
+
+def _hub_records(source: SourceSection, columns: list[str], take: Read) -> Iterator[tuple[Place, Any]]:
+    """The rows of a dataset of the Hub, numbered from 1, within the bounds of local files."""
+    count = 0
+    for batch in hub_data.batches(source):
+        names = _present(columns, source.tools, batch.schema.names)
+        if isinstance(names, _Unreadable):
+            yield (str(source.dataset), 0), Bad(str(source.dataset), 0, names.reason)
+            return
+        for number, record in enumerate(_rows(batch.select(names), source.max_record_mib << 20), count + 1):
+            place = str(source.dataset), number
+            yield place, Bad(*place, record.reason) if isinstance(record, _Unreadable) else take(record, place)
+        count += len(batch)
+
+
+def _file_records(source: SourceSection, columns: list[str], take: Read) -> Iterator[tuple[Place, Any]]:
     for path in files(source):
         kind = _format(path) if source.format == "auto" else source.format
         if kind is None:

@@ -18,7 +18,17 @@ from vishwamai.core.errors import ConfigError, ShapeError, UnsupportedError
 from vishwamai.models.tokenizer import special_tokens
 from vishwamai.training.chat import Span, TrainingTemplate, end_of_text, tokenizer_path, tokenizer_settings
 from vishwamai.training.config import DataSection, DpoSection, SourceSection, TokenizerSection, TrainConfig
-from vishwamai.training.sources import Bad, Chat, Document, Pair, Place, documents, placed_documents, placed_pairs
+from vishwamai.training.sources import (
+    Bad,
+    Chat,
+    Document,
+    Pair,
+    Place,
+    documents,
+    placed_documents,
+    placed_pairs,
+    source_name,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -181,7 +191,7 @@ def write_tokens(
         caches.write(folder / "bad.txt", "".join(f"{b}\n" for b in bad))
     if not lengths:
         named = "".join(f"\n  {b}" for b in bad[:3])
-        raise ConfigError(f"data: {list(source.paths)} has no document; {len(bad)} records could not be read:{named}")
+        raise ConfigError(f"data: {source_name(source)} has no document; {len(bad)} records could not be read:{named}")
     if all_counted and preferences is None:
         (folder / "targets.bin").unlink()
     with caches.writing(folder / "offsets.npy", "train"):
