@@ -317,7 +317,7 @@ def test_chip_table():
         assert one.hbm_usable_bytes * one.devices <= one.hbm_bytes * 1.01
         assert one.peak("float32") < one.peak("bfloat16") <= one.peak("int8")
         assert one.cores_per_device * one.devices == one.cores
-    assert [c.name for c in TPUS.values() if c.megacore] == ["v4", "v5p"]
+    assert [c.name for c in TPUS.values() if c.cores_per_device > 1] == ["v4", "v5p"]
     assert [c.name for c in TPUS.values() if c.has_int8] == ["v5e", "v5p", "v6e"]
     assert [c.name for c in TPUS.values() if c.has_fp8] == ["v6e", "tpu7x"]
 

@@ -361,12 +361,12 @@ def test_groups_that_share_an_operand(shared):
     config = implementation.heuristic(spec, Target("cuda"))
     outputs, kept = implementation.forward(spec, config, operands, True)
     assert kept is not None
-    want, kept_there = reference.forward(spec, None, operands, True)
+    want, kept_there = reference.forward(spec, operands, True)
     assert kept_there is not None
     np.testing.assert_allclose(outputs.h, want.h, atol=1e-4)
     dh = Outputs(jnp.asarray(rng.standard_normal(want.h.shape), jnp.float32))
-    ours = implementation.backward(spec, config, operands, outputs, kept, dh)
-    theirs = reference.backward(spec, None, operands, want, kept_there, dh)
+    ours = implementation.backward(spec, operands, kept, dh)
+    theirs = reference.backward(spec, operands, kept_there, dh)
     for got, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert got.shape == wanted.shape
         np.testing.assert_allclose(got, wanted, atol=2e-4)
@@ -394,12 +394,12 @@ def test_loss_of_groups_with_a_weight_or_a_bias_of_their_own():
         config = dataclasses.replace(
             implementation.heuristic(spec, Target("cuda")), tile_vocab=16, block_vocab=32, splits=2
         )
-        outputs, _ = implementation.forward(spec, config, operands, True)
+        outputs, _ = implementation.forward(spec, config, operands)
         plain = chunked.heuristic(spec, Target("cpu"))
-        want, _ = chunked.forward(spec, plain, operands, True)
+        want, _ = chunked.forward(spec, plain, operands)
         cotangents = Outputs(*(normal(2, 6) for _ in range(3)))
-        ours = implementation.backward(spec, config, operands, outputs, None, cotangents)
-        theirs = chunked.backward(spec, plain, operands, want, None, cotangents)
+        ours = implementation.backward(spec, config, operands, outputs, cotangents)
+        theirs = chunked.backward(spec, plain, operands, want, cotangents)
         for got, wanted in zip(jax.tree.leaves((outputs, ours)), jax.tree.leaves((want, theirs)), strict=True):
             assert got.shape == wanted.shape
             np.testing.assert_allclose(got, wanted, atol=1e-4)

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from vishwamai import cli
 from vishwamai.cli import plan, serve, train
 from vishwamai.core import installing
-from vishwamai.core.installing import extras, install_line, lacking, missing_for
+from vishwamai.core.installing import extras, install_line, lacking
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -52,7 +52,7 @@ def test_every_line_installs_what_there_is():
             for names in re.findall(r"\.\[([\w,]+)\]", line):
                 seen += 1
                 assert set(names.split(",")) <= set(extras()), f"{path}: {line}"
-        for names in re.findall(r"(?:install_line|missing_for|lacking)\(([\"'\w, ]+)\)", text):
+        for names in re.findall(r"(?:install_line|lacking)\(([\"'\w, ]+)\)", text):
             named = re.findall(r"[\"'](\w+)[\"']", names)
             assert set(named) <= set(extras()), f"{path}: {names}"
     assert seen > 15
@@ -113,13 +113,12 @@ def test_extras_bring_what_their_commands_need(needed, extra):
         assert {home.lower().replace("_", "-") for home in homes.get(package, ())} & brought, package
 
 
-def test_what_is_missing_is_said_in_one_line(monkeypatch):
+def test_the_packages_that_an_extra_lacks(monkeypatch):
     monkeypatch.setattr(installing, "_installed", lambda name: name not in ("optax", "flax"))
     monkeypatch.chdir(ROOT)
     assert set(lacking("train")) == {"flax", "optax"} and lacking("torch") == ()
-    assert missing_for("train") == "flax, optax: pip install '.[train]'"
     monkeypatch.setattr(installing, "_installed", lambda name: True)
-    assert missing_for("train") is None
+    assert lacking("train") == ()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from vishwamai import ShapeError, UnsupportedError, explain, gemm, kernel_config, pack_weight, quantize
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.observe import record_plans
+from vishwamai.core.pallas import vmem_limit
 from vishwamai.core.target import Target
 from vishwamai.ops.matmul import tpu_tiles as tiles
 from vishwamai.ops.matmul.cases import CASES
@@ -294,12 +295,13 @@ def test_tiles_fit_the_chip(case, chip):
     with kernel_config(target=chip.name):
         (plan,) = record_plans(case.run, case.shapes())
     config = tiles.heuristic(plan.spec, Target("tpu", chip))
+    limit = vmem_limit(config.vmem_bytes, tiles.VMEM_GRANULE)
     for which in ("forward", "grad_a", "grad_b"):
         problem = tiles.problem_of(plan.spec, which, Target("tpu", chip))
         assert problem.buffers(config.tiles(which)) <= chip.vmem_bytes * 3 // 4
-        assert problem.vmem(config.tiles(which)) <= (config.vmem_limit_bytes or 16 << 20)
+        assert problem.vmem(config.tiles(which)) <= (limit or 16 << 20)
     assert config.block_k % config.chunk_k == 0
-    assert (config.vmem_limit_bytes or 0) < chip.vmem_bytes
+    assert (limit or 0) < chip.vmem_bytes
 
 
 @pytest.mark.turns(3)

@@ -59,8 +59,7 @@ def why_not(spec: ToySpec, target: Target) -> str | None:
     return f"`q` has {length} positions, an odd number." if spec.even_only and length % 2 else None
 
 
-def kernel_forward(spec: Any, config: ToyConfig, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
-    del residuals
+def kernel_forward(spec: Any, config: ToyConfig, operands: Operands) -> tuple[Outputs, Any]:
     SEEN.append(("forward", operands.q.shape, config))
     q, k, weight = operands
     columns = jnp.arange(k.shape[-1])
@@ -89,8 +88,7 @@ def kernel_backward(spec: Any, config: ToyConfig, operands: Operands, outputs: A
     return Operands(jnp.moveaxis(dq, 0, -1), dk, dweight)
 
 
-def reference_forward(spec: Any, config: Any, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
-    del config, residuals
+def reference_forward(spec: Any, operands: Operands) -> tuple[Outputs, Any]:
     q, k, weight = operands
     matrix = jnp.tanh(q[..., :, None] * k[..., None, :])  # [B, H, T, T]
     return Outputs(weight[..., None] * jnp.sum(jnp.tril(matrix), axis=-1)), None

@@ -118,7 +118,7 @@ def _backward_bwd(plan: Plan, arguments: tuple[Any, ...], cotangents: Any) -> tu
 
     def gradients(floats: Any, dout: Any) -> Any:
         merged = type(operands)(*(o if f is None else f for f, o in zip(floats, operands, strict=True)))
-        return autodiff_backward(reference.forward)(plan.spec, config, merged, None, None, dout)
+        return autodiff_backward(reference.forward)(plan.spec, config, merged, dout)
 
     d_operands, d_dout = jax.vjp(gradients, floats, dout)[1](cotangents)
     # Outputs and residuals are functions of the operands, and the reference recomputes them from there: their own share

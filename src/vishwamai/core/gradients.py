@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core.plan import FORWARD, with_arguments
+
 
 def is_float(x: Any) -> bool:
     """Whether an array has a gradient."""
@@ -21,9 +23,9 @@ def map_fields(function: Callable[[Any], Any], operands: Any) -> Any:
 
 def autodiff_backward(forward: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
     """The backward of a pure-JAX `forward`, by JAX's own differentiation."""
+    forward = with_arguments(forward, FORWARD)
 
-    def backward(spec: Any, config: Any, operands: Any, outputs: Any, residuals: Any, cotangents: Any) -> Any:
-        del outputs, residuals
+    def backward(spec: Any, config: Any, operands: Any, cotangents: Any) -> Any:
         differentiable = map_fields(lambda x: x if is_float(x) else None, operands)
         rest = map_fields(lambda x: None if is_float(x) else x, operands)
 

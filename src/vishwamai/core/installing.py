@@ -131,9 +131,3 @@ def _installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def missing_for(extra: str) -> str | None:
-    """What an error says where an extra is not whole, "optax, flax: pip install '.[train]'"; None where it is."""
-    names = lacking(extra)
-    return f"{', '.join(names)}: {install_line(extra)}" if names else None

@@ -122,8 +122,7 @@ def rounded(x: Any, block: int) -> Any:
     return wide + jax.lax.stop_gradient(out - wide)
 
 
-def xla_forward(spec: ProductSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals
+def xla_forward(spec: ProductSpec, operands: Operands) -> tuple[Outputs, None]:
     o = operands
     x = rounded(o.x, spec.rounded_block) if spec.activations == "int8" else o.x.astype(jnp.float32)
 
@@ -156,8 +155,7 @@ def why_not(spec: ProductSpec, target: Target) -> str | None:
     return ffi.why_not(target, _HANDLER)
 
 
-def native_forward(spec: ProductSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals
+def native_forward(spec: ProductSpec, operands: Operands) -> tuple[Outputs, None]:
     o = operands
     groups, m, k = o.x.shape
     x = o.x.astype(jnp.float32) if o.x.dtype == jnp.float16 else o.x

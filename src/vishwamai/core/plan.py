@@ -5,6 +5,7 @@ config.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -30,6 +31,30 @@ class Spec(Protocol):
 
 S = TypeVar("S", bound=Spec)
 
+FORWARD = ("spec", "config", "operands", "residuals")
+"""The arguments of a forward pass; `residuals` says whether the caller wants them."""
+
+BACKWARD = ("spec", "config", "operands", "outputs", "residuals", "cotangents")
+"""The arguments of a backward pass."""
+
+
+def with_arguments(function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function that is called with the arguments `names`, in their order, and hands `function` those that it names.
+
+    >>> with_arguments(lambda operands, spec: (operands, spec), FORWARD)("a spec", None, "operands", False)
+    ('operands', 'a spec')
+    """
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters == names or not set(parameters) <= set(names):
+        return function
+    places = tuple(names.index(name) for name in parameters)
+
+    def call(*arguments: Any) -> Any:
+        return function(*(arguments[place] for place in places))
+
+    call.__name__ = getattr(function, "__name__", "call")
+    return call
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Implementation(Generic[S]):
@@ -38,10 +63,8 @@ class Implementation(Generic[S]):
     Attributes:
       name: "pallas_tpu", "xla", "native_cpu" ...
       platform: the platform it is written for, or None for all of them.
-      forward: `(spec, config, operands, residuals) -> (outputs, residuals or None)`; the flag says whether residuals
-        are wanted.
-      backward: `(spec, config, operands, outputs, residuals, cotangents) -> gradients`, a tuple of the operands' type;
-        None where there is none.
+      forward: `(*FORWARD) -> (outputs, residuals or None)`; a function that needs fewer of them names only those.
+      backward: `(*BACKWARD) -> gradients`, a tuple of the operands' type; it, too, names only what it needs.
       why_not: `(spec, target) -> None` if it can serve the spec, else the reason in words.
       heuristic: `(spec, target) -> Config`, or None if there is nothing to configure.
       config_type: class of its configs.
@@ -67,6 +90,8 @@ class Implementation(Generic[S]):
 
     def __post_init__(self) -> None:
         self.names[self.name] = None
+        object.__setattr__(self, "forward", with_arguments(self.forward, FORWARD))
+        object.__setattr__(self, "backward", with_arguments(self.backward, BACKWARD))
 
     def is_for(self, target: Target) -> bool:
         """Whether it is written for the arrays of a target. What serves any platform is JAX code, which tensors on a

@@ -94,11 +94,6 @@ class Plan:
     preempted: tuple[Stream, ...] = ()
     expired: tuple[Stream, ...] = ()
 
-    @property
-    def decoding(self) -> bool:
-        """Whether every sequence computes one token."""
-        return all(work.count == 1 for work in self.works)
-
 
 def _no_drafts(stream: Stream, most: int) -> Sequence[int]:
     del stream, most

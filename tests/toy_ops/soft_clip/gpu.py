@@ -56,8 +56,7 @@ def _launch(
     )
 
 
-def forward(spec: SoftClipSpec, config: SoftClipGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs none
+def forward(spec: SoftClipSpec, config: SoftClipGpuConfig, operands: Operands) -> tuple[Outputs, None]:
     inputs = dict(x_ptr=operands.x, gain_ptr=operands.gain)
     return Outputs(*_launch(FORWARD, spec, config, inputs, dict(y_ptr=True))), None
 
@@ -66,11 +65,8 @@ def backward(
     spec: SoftClipSpec,
     config: SoftClipGpuConfig,
     operands: Operands,
-    outputs: Outputs,
-    residuals: None,
     cotangents: Outputs,
 ) -> Operands:
-    del outputs, residuals
     x, gain = operands
     inputs = dict(x_ptr=x, gain_ptr=gain, dy_ptr=cotangents.y)
     return Operands(*_launch(BACKWARD, spec, config, inputs, dict(dx_ptr=True, dgain_ptr=gain is not None)))

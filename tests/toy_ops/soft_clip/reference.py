@@ -9,8 +9,7 @@ from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation
 
 
-def forward(spec: SoftClipSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals  # nothing to configure, nothing to keep
+def forward(spec: SoftClipSpec, operands: Operands) -> tuple[Outputs, None]:
     y = spec.limit * jnp.tanh(operands.x.astype(spec.accumulator) / spec.limit)
     if operands.gain is not None:
         y = y * operands.gain.astype(spec.accumulator)

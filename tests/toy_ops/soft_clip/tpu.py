@@ -79,8 +79,7 @@ def _by_rows(
     )
 
 
-def forward(spec: SoftClipSpec, config: SoftClipConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs none
+def forward(spec: SoftClipSpec, config: SoftClipConfig, operands: Operands) -> tuple[Outputs, None]:
 
     def body(x: jax.Array, gain: jax.Array | None) -> tuple[jax.Array]:
         y = spec.limit * jnp.tanh(x / spec.limit)
@@ -93,11 +92,8 @@ def backward(
     spec: SoftClipSpec,
     config: SoftClipConfig,
     operands: Operands,
-    outputs: Outputs,
-    residuals: None,
     cotangents: Outputs,
 ) -> Operands:
-    del outputs, residuals
 
     def body(x: jax.Array, gain: jax.Array | None, dy: jax.Array) -> tuple[jax.Array, ...]:
         t = jnp.tanh(x / spec.limit)

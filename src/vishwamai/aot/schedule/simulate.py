@@ -228,7 +228,6 @@ class Simulator:
             calls=tally.calls,
             cycles=tally.cycles,
             bundles=sum(block.length * block.passes for block in blocks),
-            static_bundles=len(program.bundles),
             dma_wait=tally.dma_wait,
             matrix_stall=tally.matrix_stall,
             matrix=sum(block.matrix * block.passes for block in blocks),

@@ -40,7 +40,7 @@ class ProgramTime:
 
     Attributes:
         name: libtpu's name, that of the HLO instruction.
-        calls: how often it was called; `bundles`: issued, `static_bundles`: in the code.
+        calls: how often it was called; `bundles`: issued.
         dma_wait: waiting for copies; `matrix_stall`: waiting for the matrix units.
         matrix: busy cycles of the busiest matrix unit; `crosslane`: of the cross-lane units.
         units: instructions issued by unit; `capacity`: how many of each one bundle can hold.
@@ -54,7 +54,6 @@ class ProgramTime:
     calls: int
     cycles: float
     bundles: int
-    static_bundles: int
     dma_wait: float
     matrix_stall: float
     matrix: float

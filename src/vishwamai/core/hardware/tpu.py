@@ -113,11 +113,6 @@ class TpuChip:
         return self.vmem_bytes * 3 // 4
 
     @property
-    def megacore(self) -> bool:
-        """Whether a kernel's grid has to be split over two cores ("parallel" dimension semantics) to use the device."""
-        return self.cores_per_device > 1
-
-    @property
     def has_int8(self) -> bool:
         """Whether int8 x int8 -> int32 runs on the matrix unit."""
         return self.peak_int8 is not None

@@ -165,8 +165,7 @@ class RegisteredOp:
         )
 
     def _forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(spec: RegisteredSpec, config: None, operands: Any, residuals: bool) -> tuple[Any, None]:
-            del config, residuals  # the backward pass computes what it needs again
+        def forward(spec: RegisteredSpec, operands: Any) -> tuple[Any, None]:
             leaves = jax.tree.leaves(self._mapped(functools.partial(function, **dict(spec.options)), operands))
             return _results_type(len(leaves))(*leaves), None
 
@@ -177,8 +176,7 @@ class RegisteredOp:
             return autodiff_backward(self._forward(self._reference))
         gradient = self._gradient
 
-        def backward(spec: Any, config: None, operands: Any, outputs: Any, residuals: None, cotangents: Any) -> Any:
-            del config, residuals
+        def backward(spec: Any, operands: Any, outputs: Any, cotangents: Any) -> Any:
             count, results = len(operands), len(outputs)
 
             def batch_gradient(*arrays: Any) -> Any:

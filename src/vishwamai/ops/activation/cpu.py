@@ -52,15 +52,11 @@ def _call(spec: ActivationSpec, operands: Operands, dy: Any) -> Any:
     return out.reshape(x.shape)
 
 
-def forward(spec: ActivationSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals  # nothing to configure, nothing to keep
+def forward(spec: ActivationSpec, operands: Operands) -> tuple[Outputs, None]:
     return Outputs(_call(spec, operands, None)), None
 
 
-def backward(
-    spec: ActivationSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del config, outputs, residuals
+def backward(spec: ActivationSpec, operands: Operands, cotangents: Outputs) -> Operands:
     return Operands(_call(spec, operands, cotangents.y), None, None, None)
 
 

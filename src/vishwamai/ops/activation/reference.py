@@ -25,17 +25,13 @@ def _dropped(spec: ActivationSpec, operands: Operands, y: jax.Array) -> jax.Arra
     return jnp.where(keep, y * (1.0 / (1.0 - spec.rate)), 0)
 
 
-def forward(spec: ActivationSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: ActivationSpec, operands: Operands) -> tuple[Outputs, None]:
     """keep * activation(x) / (1 - rate), in float32 (float64 for float64), rounded once."""
-    del config, residuals  # nothing to configure, nothing to keep
     y = _dropped(spec, operands, activate(spec.activation, operands.x.astype(spec.accumulator)))
     return Outputs(y.astype(operands.x.dtype)), None
 
 
-def backward(
-    spec: ActivationSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del config, outputs, residuals
+def backward(spec: ActivationSpec, operands: Operands, cotangents: Outputs) -> Operands:
     x, dy = operands.x, cotangents.y
     dx = _dropped(spec, operands, dy.astype(spec.accumulator)) * derivative(spec.activation, x.astype(spec.accumulator))
     return Operands(dx.astype(x.dtype), None, None, None)

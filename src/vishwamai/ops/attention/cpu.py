@@ -84,8 +84,7 @@ def _attributes(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def forward(spec: AttentionSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
-    del config  # nothing to configure: the block sizes follow from the type
+def forward(spec: AttentionSpec, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
     q = operands.query
     storage = _storage(spec)
     accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
@@ -104,9 +103,8 @@ def forward(spec: AttentionSpec, config: None, operands: Operands, residuals: bo
 
 
 def backward(
-    spec: AttentionSpec, config: None, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
+    spec: AttentionSpec, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
 ) -> Operands:
-    del config
     storage = _storage(spec)
     accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
     arguments = (

@@ -19,9 +19,8 @@ from vishwamai.ops.attention.masks import grouped, of_seen_keys, visible
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 
-def forward(spec: AttentionSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, jax.Array | None]:
+def forward(spec: AttentionSpec, operands: Operands, residuals: bool) -> tuple[Outputs, jax.Array | None]:
     """out = dropout(softmax(mask(softcap(scale * q.k + bias)))) @ v, with the sinks in the denominator."""
-    del config
     query, key, value = operands.query, operands.key, operands.value
     acc, precision = spec.accumulator, lax_precision(spec.precision)
     rows, columns = jnp.arange(spec.q_len), jnp.arange(spec.kv_len)

@@ -14,11 +14,10 @@ from vishwamai.core.target import Target
 from vishwamai.ops.conv.spec import ConvSpec, Operands, Outputs
 
 
-def forward(spec: ConvSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: ConvSpec, operands: Operands) -> tuple[Outputs, None]:
     """y[t] = activation(bias + sum over j of weight[j] x[t - history + j]), the tokens before the first from the
     state.
     """
-    del config, residuals  # nothing to configure, nothing to save
     x, weight, bias, state, segment_ids = operands
     batch, seq, channels = x.shape
     history = spec.history

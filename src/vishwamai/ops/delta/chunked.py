@@ -223,11 +223,10 @@ def chunks_of(spec: DeltaSpec, operands: Operands, size: int) -> tuple[Chunk, in
     return Chunk(value, query, key, decay, beta, numbers), count
 
 
-def forward(spec: DeltaSpec, config: ChunkedConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: DeltaSpec, config: ChunkedConfig, operands: Operands) -> tuple[Outputs, None]:
     """One step of `lax.scan` for each chunk. Its gradient saves the state before each chunk and computes the rest
     again.
     """
-    del residuals  # the backward pass needs none
     state = start_state(spec, operands)
     if 0 in (spec.batch, spec.seq, spec.heads):
         y = jnp.zeros_like(operands.value)

@@ -29,9 +29,8 @@ def with_skip(spec: DeltaSpec, operands: Operands, y: jax.Array) -> jax.Array:
     return y + operands.skip[:, :, None, None].astype(spec.accumulator) * operands.value.astype(spec.accumulator)
 
 
-def forward(spec: DeltaSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: DeltaSpec, operands: Operands) -> tuple[Outputs, None]:
     """One step of `lax.scan` for each token."""
-    del config, residuals  # nothing to configure, nothing to save
     acc = spec.accumulator
     repeats = spec.heads // max(1, spec.key_heads)
 

@@ -255,8 +255,7 @@ def _rows(spec: DeltaSpec, chunk: int, operands: Operands) -> jax.Array:
     return jnp.stack(rows, axis=3)
 
 
-def forward(spec: DeltaSpec, config: DeltaConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs none
+def forward(spec: DeltaSpec, config: DeltaConfig, operands: Operands) -> tuple[Outputs, None]:
     chunk, heads, group = config.chunk, _step_heads(spec, config.heads), spec.heads // spec.key_heads
     few = max(1, heads // group)  # heads of query and key in a step
     sharing = max(1, group // heads)  # steps that read the same heads of query and key
@@ -293,9 +292,7 @@ def forward(spec: DeltaSpec, config: DeltaConfig, operands: Operands, residuals:
     return Outputs(y, state), None
 
 
-def backward(
-    spec: DeltaSpec, config: DeltaConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
+def backward(spec: DeltaSpec, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs) -> Operands:
     """By XLA, with the products of `chunked.py`."""
     products = chunked.heuristic(spec, Target("tpu"))
     return chunked.XLA_CHUNKED.backward(spec, products, operands, outputs, residuals, cotangents)

@@ -45,9 +45,8 @@ def _native_operands(spec: GatedSpec, operands: Operands) -> Operands:
     return Operands(x, gate, up, joint)
 
 
-def forward(spec: GatedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Residuals | None]:
+def forward(spec: GatedSpec, operands: Operands, residuals: bool) -> tuple[Outputs, Residuals | None]:
     """activation(x @ gate) * (x @ up), from the unrounded sums."""
-    del config  # nothing to configure: the blocks follow from the shape
     shape, dtype, storage = (spec.groups, spec.m, spec.n), operands.x.dtype, _storage(spec)
     residual_shape = shape if residuals else None
     h, gate, up = ffi.call(
@@ -59,11 +58,8 @@ def forward(spec: GatedSpec, config: None, operands: Operands, residuals: bool) 
     return Outputs(h.astype(dtype)), Residuals(gate.astype(dtype), up.astype(dtype)) if residuals else None
 
 
-def backward(
-    spec: GatedSpec, config: None, operands: Operands, outputs: Outputs, residuals: Residuals, cotangents: Outputs
-) -> Operands:
+def backward(spec: GatedSpec, operands: Operands, residuals: Residuals, cotangents: Outputs) -> Operands:
     """Two calls, so that XLA drops the one whose gradients are not requested."""
-    del config, outputs
     storage, native = _storage(spec), _native_operands(spec, operands)
     arguments = (*native[:4], *(a.astype(storage) for a in (*residuals, cotangents.h)))
 

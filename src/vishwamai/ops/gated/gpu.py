@@ -151,13 +151,10 @@ def forward(
 
 def backward(
     spec: GatedSpec,
-    config: GatedGpuConfig,
     operands: Operands,
-    outputs: Outputs,
     residuals: Residuals,
     cotangents: Outputs,
 ) -> Operands:
-    del config, outputs  # each product of the backward pass has a shape of its own
     slope = gpu.result((spec.groups, spec.m, spec.n), spec.operands.x.dtype)
     count, block = math.prod(slope.shape), 1024
     d_gate, d_up = gpu.launch(

@@ -54,9 +54,8 @@ def _product(spec: GatedSpec, lhs: jax.Array, rhs: jax.Array, lhs_axis: int, rhs
     return jnp.sum(out, axis=0, keepdims=True) if shared else out
 
 
-def forward(spec: GatedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Residuals | None]:
+def forward(spec: GatedSpec, operands: Operands, residuals: bool) -> tuple[Outputs, Residuals | None]:
     """activation(x @ gate) * (x @ up), from the unrounded sums."""
-    del config
     dtype = operands.x.dtype
     gate, up = (
         jnp.broadcast_to(_times(_product(spec, operands.x, w, 2, 1, False), columns), (spec.groups, spec.m, spec.n))
@@ -78,11 +77,8 @@ def slopes(
     return _times(dh * up * slope, columns[0]).astype(dtype), _times(dh * activated, columns[1]).astype(dtype)
 
 
-def backward(
-    spec: GatedSpec, config: Any, operands: Operands, outputs: Outputs, residuals: Residuals, cotangents: Outputs
-) -> Operands:
+def backward(spec: GatedSpec, operands: Operands, residuals: Residuals, cotangents: Outputs) -> Operands:
     """Four products, of `slopes`; of quantized weights two, for zeros stand for what has no gradient."""
-    del config, outputs
     x, (w_gate, w_up) = operands.x, _weights(operands)
     d_gate, d_up = slopes(spec, residuals, cotangents.h, _columns(operands))
     lone_x = x.shape[0] == 1

@@ -33,13 +33,12 @@ def backward(
     spec: GatedSpec,
     config: GatedConfig,
     operands: Operands,
-    outputs: Outputs,
     residuals: Residuals,
     cotangents: Outputs,
 ) -> Operands:
     """Gradients of all operands."""
     if not served(spec, config):
-        return reference.backward(spec, config, operands, outputs, residuals, cotangents)
+        return reference.backward(spec, operands, residuals, cotangents)
     dx, d_gate, d_up = _grad_x(spec, config, operands, residuals, cotangents.h)
     return Operands(dx, *_grad_w(spec, config, operands, d_gate, d_up))
 

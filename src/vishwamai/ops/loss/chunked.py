@@ -244,9 +244,8 @@ def _forward_one(
     return Outputs(m + jnp.log(l), at_label, total)
 
 
-def forward(spec: LossSpec, config: ChunkedLossConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: LossSpec, config: ChunkedLossConfig, operands: Operands) -> tuple[Outputs, None]:
     """The forward pass; its outputs are all that the backward pass needs."""
-    del residuals
     block = min(config.block_vocab, spec.vocab)
     return forward_by(spec, lambda *arrays: _forward_one(spec, block, *arrays), operands), None
 
@@ -256,11 +255,9 @@ def backward(
     config: ChunkedLossConfig,
     operands: Operands,
     outputs: Outputs,
-    residuals: None,
     cotangents: Outputs,
 ) -> Operands:
     """The backward pass: every logit is computed once more, and once only."""
-    del residuals
 
     def slope(x: Any, weight: Any, bias: Any, labels: Any, rows: Any, start: Any, size: int) -> Any:
         """The logits' gradient `[size, T]`, before the cap, in x's dtype for the products to come; and its sum over

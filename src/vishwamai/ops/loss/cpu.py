@@ -42,9 +42,8 @@ def _attributes(spec: LossSpec) -> dict[str, Any]:
     return {"softcap": np.float64(spec.softcap or 0.0), "parts": np.int64(2 if spec.precision == "high" else 3)}
 
 
-def forward(spec: LossSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: LossSpec, operands: Operands) -> tuple[Outputs, None]:
     """The forward pass; its outputs are all that the backward pass needs."""
-    del config, residuals
 
     def group_outputs(x: Any, weight: Any, bias: Any, labels: Any) -> Outputs:
         rows = ffi.result(labels.shape, spec.accumulator)
@@ -57,11 +56,8 @@ def forward(spec: LossSpec, config: None, operands: Operands, residuals: bool) -
     return forward_by(spec, group_outputs, operands), None
 
 
-def backward(
-    spec: LossSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
+def backward(spec: LossSpec, operands: Operands, outputs: Outputs, cotangents: Outputs) -> Operands:
     """Every logit is computed once more, and once only."""
-    del config, residuals
 
     def group_gradients(x: Any, weight: Any, bias: Any, labels: Any, *rows: Any) -> tuple[Any, Any, Any]:
         native = _native(spec, x, weight, bias)

@@ -68,9 +68,8 @@ def _product(
 
 
 def backward(
-    spec: LossSpec, config: LossGpuConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
+    spec: LossSpec, config: LossGpuConfig, operands: Operands, outputs: Outputs, cotangents: Outputs
 ) -> Operands:
-    del residuals
     groups, tokens = groups_and_tokens(spec)
     x, weight, bias = spec.operands.x, spec.operands.weight, spec.operands.bias
     entries = gpu.cdiv(min(config.block_vocab, spec.vocab), config.tile_vocab) * config.tile_vocab

@@ -48,8 +48,7 @@ def shared_constants(spec: LossSpec, config: LossGpuConfig) -> dict[str, Any]:
     )
 
 
-def forward(spec: LossSpec, config: LossGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the outputs are all that the backward pass needs
+def forward(spec: LossSpec, config: LossGpuConfig, operands: Operands) -> tuple[Outputs, None]:
     groups, tokens = groups_and_tokens(spec)
     tiles = gpu.cdiv(spec.vocab, config.tile_vocab)
     split_vocab = gpu.cdiv(tiles, config.splits) * config.tile_vocab

@@ -13,9 +13,8 @@ from vishwamai.core.target import Target
 from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
 
 
-def forward(spec: LossSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: LossSpec, operands: Operands) -> tuple[Outputs, None]:
     """Logsumexp, label's logit and sum of the logits `[G, T, V]`."""
-    del config, residuals  # nothing to configure, nothing to keep
     x, weight, bias, labels, targets = operands
     weight = jnp.broadcast_to(weight, (spec.groups, *weight.shape[1:]))
     z = lax.dot_general(

@@ -69,8 +69,7 @@ def _forward_one(spec: LossSpec, config: LossConfig, x: Any, weight: Any, bias: 
     return Outputs(*(None if y is None else y[0] for y in results))
 
 
-def forward(spec: LossSpec, config: LossConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the outputs are all that the backward pass needs
+def forward(spec: LossSpec, config: LossConfig, operands: Operands) -> tuple[Outputs, None]:
     return forward_by(spec, lambda *arrays: _forward_one(spec, config, *arrays), operands), None
 
 
@@ -123,10 +122,7 @@ def _slope(
     return dz, turned, None if dbias is None else jnp.sum(dbias, axis=(0, 2))
 
 
-def backward(
-    spec: LossSpec, config: LossConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del residuals
+def backward(spec: LossSpec, config: LossConfig, operands: Operands, outputs: Outputs, cotangents: Outputs) -> Operands:
     config = dataclasses.replace(config, block_vocab=round_up(config.block_vocab, config.tile_vocab))
 
     def slope(*arguments: Any) -> Any:

@@ -86,8 +86,7 @@ def _matmul(
     return out.astype(out_dtype), None if preactivation is None else preactivation.astype(out_dtype)
 
 
-def forward(spec: MatmulSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
-    del config  # nothing to configure: the blocks follow from the shape
+def forward(spec: MatmulSpec, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
     a, b, *vectors = operands
     keep = residuals and spec.keeps_preactivation
     out, preactivation = _matmul(
@@ -115,10 +114,7 @@ def product(
     return jnp.sum(out, axis=0, keepdims=True).astype(out_dtype) if summed else out
 
 
-def backward(
-    spec: MatmulSpec, config: None, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
-) -> Operands:
-    del config
+def backward(spec: MatmulSpec, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs) -> Operands:
     return gradient.backward(
         spec, lambda _, *arguments: product(spec, *arguments), operands, outputs, residuals, cotangents.out
     )

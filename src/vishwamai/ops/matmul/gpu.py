@@ -228,10 +228,7 @@ def product(spec: MatmulSpec, lhs: Any, rhs: Any, lhs_axis: int, rhs_axis: int, 
     return _matmul(spec, config, lhs, rhs, lhs_axis == 1, rhs_axis == 2, groups, out_dtype)[0]
 
 
-def backward(
-    spec: MatmulSpec, config: MatmulGpuConfig, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
-) -> Operands:
-    del config  # each product of the backward pass has a shape of its own
+def backward(spec: MatmulSpec, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs) -> Operands:
     steps = gpu_gradient.STEPS
 
     def run(_: str, *arguments: Any) -> Any:

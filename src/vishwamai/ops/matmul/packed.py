@@ -118,28 +118,24 @@ def _native(spec: PackedSpec, operands: Operands) -> jax.Array:
     return out.reshape(groups, m, spec.shape[1]).astype(spec.out_dtype)
 
 
-def native_forward(spec: PackedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals  # the backward pass forms the sum again where it needs it
+def native_forward(spec: PackedSpec, operands: Operands) -> tuple[Outputs, None]:
     return Outputs(_native(spec, operands)), None
 
 
-def xla_forward(spec: PackedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def xla_forward(spec: PackedSpec, operands: Operands) -> tuple[Outputs, None]:
     dense, arrays = spec.dense(operands)
-    return reference.forward(dense, config, arrays, False)[0], None
+    return reference.forward(dense, arrays, False)[0], None
 
 
 def _backward(native: bool) -> Any:
-    def backward(
-        spec: PackedSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-    ) -> Operands:
-        del residuals
+    def backward(spec: PackedSpec, operands: Operands, outputs: Outputs, cotangents: Outputs) -> Operands:
         dense, arrays = spec.dense(operands)
         preactivation = None
         if dense.keeps_preactivation:
             bare = dataclasses.replace(spec, activation=None)
-            preactivation = (native_forward if native else xla_forward)(bare, config, operands, False)[0].out
+            preactivation = (native_forward if native else xla_forward)(bare, operands)[0].out
         module = cpu if native else reference
-        da, _, bias, scale_a, scale_b = module.backward(dense, config, arrays, outputs, preactivation, cotangents)
+        da, _, bias, scale_a, scale_b = module.backward(dense, arrays, outputs, preactivation, cotangents)
         floating = jnp.issubdtype(operands.packed.dtype, jnp.floating)
         return Operands(da, jnp.zeros_like(operands.packed) if floating else None, bias, scale_a, scale_b)
 

@@ -69,9 +69,8 @@ def product(
     return out.astype(out_dtype)
 
 
-def forward(spec: MatmulSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
+def forward(spec: MatmulSpec, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
     """activation(scale_a * scale_b * (a @ b) + bias), the sum and all that follows in the accumulation dtype."""
-    del config
     a, b, scale_a, scale_b = spec.factors(operands)
     bias = operands.bias
     z = product(
@@ -97,10 +96,7 @@ def forward(spec: MatmulSpec, config: None, operands: Operands, residuals: bool)
     return Outputs(out), z.astype(spec.out_dtype) if residuals and spec.keeps_preactivation else None
 
 
-def backward(
-    spec: MatmulSpec, config: None, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
-) -> Operands:
-    del config
+def backward(spec: MatmulSpec, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs) -> Operands:
 
     def dot(operand: str, *arguments: Any) -> jax.Array:
         return product(spec, *arguments)

@@ -8,7 +8,7 @@ import math
 import jax.numpy as jnp
 
 from vishwamai.core.hardware import TpuChip
-from vishwamai.core.pallas import VmemTiles, planning_chip, round_up, vmem_budget, vmem_limit
+from vishwamai.core.pallas import VmemTiles, planning_chip, round_up, vmem_budget
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.qtensor import INT4, bits
 from vishwamai.core.target import Target
@@ -74,11 +74,6 @@ class MatmulConfig(VmemTiles):
             p = problem_of(spec, phase, target)
             need = max(need, p.vmem(fit(self.tiles(phase), p.m, p.n, p.k, p.lhs_axis, p.rhs_axis)))
         return {"vmem_bytes": need}
-
-    @property
-    def vmem_limit_bytes(self) -> int | None:
-        """The limit to ask of the compiler: None where the default of every chip, 16 MiB, is enough."""
-        return vmem_limit(self.vmem_bytes, VMEM_GRANULE)
 
 
 def fit(tile: Tile, m: int, n: int, k: int, lhs_axis: int, rhs_axis: int) -> Tile:

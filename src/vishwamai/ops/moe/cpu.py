@@ -69,17 +69,13 @@ def _turned(x: jax.Array, first_row: jax.Array | None, sign: int) -> jax.Array:
     return jax.vmap(lambda rows, by: jnp.roll(rows, by, 0))(x, by)
 
 
-def forward(spec: GroupedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals  # nothing to configure; the backward pass needs the operands alone
+def forward(spec: GroupedSpec, operands: Operands) -> tuple[Outputs, None]:
     lhs, rhs, sizes, _, first = operands
     out = _rows(_turned(lhs, first, -1), rhs, sizes, spec.transpose_rhs, spec.out_dtype)
     return Outputs(_turned(out, first, 1)), None
 
 
-def backward(
-    spec: GroupedSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del config, outputs, residuals
+def backward(spec: GroupedSpec, operands: Operands, cotangents: Outputs) -> Operands:
     lhs, rhs, sizes, _, first = operands
     lhs, dout = (_turned(x, first, -1) for x in (lhs, cotangents.out.astype(lhs.dtype)))
     d_lhs = _turned(_rows(dout, rhs, sizes, not spec.transpose_rhs, lhs.dtype), first, 1)

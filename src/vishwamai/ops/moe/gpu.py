@@ -281,8 +281,7 @@ def _cast(x: Any, dtype: Any) -> Any:
     return y
 
 
-def forward(spec: GroupedSpec, config: GroupedGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs the operands alone
+def forward(spec: GroupedSpec, config: GroupedGpuConfig, operands: Operands) -> tuple[Outputs, None]:
     lhs, turned = operands.lhs, spec.transpose_rhs
     return Outputs(rows_product(spec, config, config.forward, lhs, operands, turned, spec.out_dtype)), None
 
@@ -291,11 +290,8 @@ def backward(
     spec: GroupedSpec,
     config: GroupedGpuConfig,
     operands: Operands,
-    outputs: Outputs,
-    residuals: None,
     cotangents: Outputs,
 ) -> Operands:
-    del outputs, residuals
     scale = operands.rhs_scale
     dtype = spec.operands.lhs.dtype
     dout = _cast(cotangents.out, dtype)

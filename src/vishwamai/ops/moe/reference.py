@@ -159,8 +159,7 @@ def _for_each(function: Any, *arrays: jax.Array | None) -> jax.Array:
     return jax.vmap(function, axes)(*entries)
 
 
-def forward(spec: GroupedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals
+def forward(spec: GroupedSpec, operands: Operands) -> tuple[Outputs, None]:
     if spec.batch == 0:
         return Outputs(jnp.zeros((0, spec.m, spec.n), spec.out_dtype)), None
     run = functools.partial(
@@ -173,10 +172,7 @@ def forward(spec: GroupedSpec, config: None, operands: Operands, residuals: bool
     return Outputs(_for_each(run, *operands)), None
 
 
-def backward(
-    spec: GroupedSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del config, outputs, residuals
+def backward(spec: GroupedSpec, operands: Operands, cotangents: Outputs) -> Operands:
     lhs, rhs, sizes, scale, first = operands
     if spec.batch == 0:
         return gradients(operands, jnp.zeros_like(lhs), jnp.zeros_like(rhs))

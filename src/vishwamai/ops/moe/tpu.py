@@ -47,8 +47,7 @@ def why_not(spec: GroupedSpec, target: Target) -> str | None:
     return None
 
 
-def forward(spec: GroupedSpec, config: GroupedConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs the operands alone
+def forward(spec: GroupedSpec, config: GroupedConfig, operands: Operands) -> tuple[Outputs, None]:
     out = rows_product(
         "grouped_gemm",
         config.forward,
@@ -62,10 +61,7 @@ def forward(spec: GroupedSpec, config: GroupedConfig, operands: Operands, residu
     return Outputs(out), None
 
 
-def backward(
-    spec: GroupedSpec, config: GroupedConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del outputs, residuals
+def backward(spec: GroupedSpec, config: GroupedConfig, operands: Operands, cotangents: Outputs) -> Operands:
     lhs, rhs, sizes, scale, first = operands
     dout = cotangents.out.astype(lhs.dtype)
     vmem = config.vmem_bytes

@@ -47,8 +47,7 @@ def _attributes(spec: NormSpec) -> dict[str, Any]:
     return {"eps": np.float64(spec.eps), "layer": spec.kind == "layer"}
 
 
-def forward(spec: NormSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals  # nothing to configure; the backward pass recomputes the statistics
+def forward(spec: NormSpec, operands: Operands) -> tuple[Outputs, None]:
     x, residual, scale, offset = operands
     total = None
     if x.dtype == jnp.float16 and residual is not None:
@@ -67,10 +66,7 @@ def forward(spec: NormSpec, config: None, operands: Operands, residuals: bool) -
     return Outputs(y.astype(x.dtype), total if total is not None else summed), None
 
 
-def backward(
-    spec: NormSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del config, residuals
+def backward(spec: NormSpec, operands: Operands, outputs: Outputs, cotangents: Outputs) -> Operands:
     x, residual, scale, offset = operands
     s = x if outputs.total is None else outputs.total
     dtype, statistics = _storage(x.dtype), spec.accumulator

@@ -90,8 +90,7 @@ def _stride(parameter: Any, features: int) -> int:
     return 0 if parameter is None or parameter.shape[0] == 1 else features
 
 
-def forward(spec: NormSpec, config: NormGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs none
+def forward(spec: NormSpec, config: NormGpuConfig, operands: Operands) -> tuple[Outputs, None]:
     x, residual, scale, offset = operands
     like_x = gpu.result(x.shape, spec.operands.x.dtype)
     y, total = gpu.launch(
@@ -113,9 +112,8 @@ def forward(spec: NormSpec, config: NormGpuConfig, operands: Operands, residuals
 
 
 def backward(
-    spec: NormSpec, config: NormGpuConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
+    spec: NormSpec, config: NormGpuConfig, operands: Operands, outputs: Outputs, cotangents: Outputs
 ) -> Operands:
-    del residuals
     x, residual, scale, offset = operands
     band = gpu.cdiv(gpu.cdiv(spec.rows, config.num_programs), config.backward_rows) * config.backward_rows
     programs = gpu.cdiv(spec.rows, band)

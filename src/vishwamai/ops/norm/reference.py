@@ -12,9 +12,8 @@ from vishwamai.core.op import Implementation
 from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
 
 
-def forward(spec: NormSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: NormSpec, operands: Operands) -> tuple[Outputs, None]:
     """y = (s - mean) * rstd * scale + offset over the last axis, with s = x + residual, in the statistics dtype."""
-    del config, residuals  # nothing to configure, nothing to keep
     x = operands.x
     total = x if operands.residual is None else x + operands.residual  # rounded to x.dtype, as the caller will read it
     s = total.astype(spec.accumulator)

@@ -43,8 +43,7 @@ def _parameter_rows(p: Any) -> Any:
     return None if p is None else p[:, None, :].astype(jnp.float32)
 
 
-def forward(spec: NormSpec, config: NormConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs none
+def forward(spec: NormSpec, config: NormConfig, operands: Operands) -> tuple[Outputs, None]:
     x, residual, scale, offset = operands
     rows = pl.BlockSpec((None, config.block_rows, spec.features), lambda g, i: (g, i, 0))
 
@@ -79,10 +78,7 @@ def forward(spec: NormSpec, config: NormConfig, operands: Operands, residuals: b
     return Outputs(y, total), None
 
 
-def backward(
-    spec: NormSpec, config: NormConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del residuals
+def backward(spec: NormSpec, config: NormConfig, operands: Operands, outputs: Outputs, cotangents: Outputs) -> Operands:
     x, residual, scale, offset = operands
     s = x if outputs.total is None else outputs.total
     blocks = pl.cdiv(spec.rows, config.block_rows)

@@ -36,11 +36,10 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
     return ffi.why_not(target)
 
 
-def forward(spec: PagedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: PagedSpec, operands: Operands) -> tuple[Outputs, None]:
     """Online softmax over pages; nothing to configure: lengths are known to the kernel only, which splits the work by
     them.
     """
-    del config, residuals
     o = operands
     wide = spec.accumulator
     sinks, slopes = (None if x is None else x.astype(wide) for x in (o.sinks, o.slopes))

@@ -83,8 +83,7 @@ def notes(spec: PagedSpec, target: Target) -> list[str]:
     return []
 
 
-def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals
+def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands) -> tuple[Outputs, None]:
     short, splits = longest_short(spec, config), config.splits
     result = gpu.result((spec.batch, spec.tokens, spec.heads, spec.value_dim), spec.operands.query.dtype)
     logsumexp = gpu.result((spec.batch, spec.tokens, spec.heads), "float32") if spec.return_lse else None

@@ -168,9 +168,8 @@ def over_batches(function: Any, spec: PagedSpec, operands: Operands) -> Outputs:
     return follow_explicit_axes(run, axes, *operands)
 
 
-def forward(spec: PagedSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: PagedSpec, operands: Operands) -> tuple[Outputs, None]:
     """Online softmax over pages; `residuals` are the operands themselves."""
-    del config, residuals
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
         return nothing(spec, (spec.batch,)), None
     return over_batches(functools.partial(_one_batch, spec), spec, operands), None

@@ -287,8 +287,7 @@ def _one_batch(spec: PagedSpec, config: PagedConfig, operands: Operands) -> Outp
     return outputs
 
 
-def forward(spec: PagedSpec, config: PagedConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals
+def forward(spec: PagedSpec, config: PagedConfig, operands: Operands) -> tuple[Outputs, None]:
     return over_batches(functools.partial(_one_batch, spec, config), spec, operands), None
 
 

@@ -50,16 +50,12 @@ def _turn(spec: RopeSpec, query: Any, key: Any, cos: Any, sin: Any, back: bool) 
     return Outputs(*(None if x is None else x.astype(dtype) for x in results))
 
 
-def forward(spec: RopeSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals  # nothing to configure; the backward pass turns back
+def forward(spec: RopeSpec, operands: Operands) -> tuple[Outputs, None]:
     return _turn(spec, *operands, back=False), None
 
 
-def backward(
-    spec: RopeSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
+def backward(spec: RopeSpec, operands: Operands, cotangents: Outputs) -> Operands:
     """The inverse rotation; the tables' gradients are XLA's, which drops them where they are not requested."""
-    del config, outputs, residuals
     turned = _turn(spec, *cotangents, operands.cos, operands.sin, back=True)
     return Operands(*turned, *table_gradients(spec, operands, cotangents))
 

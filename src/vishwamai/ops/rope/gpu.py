@@ -111,19 +111,15 @@ def _turn(spec: RopeSpec, config: RopeGpuConfig, arrays: Any, cos: Any, sin: Any
     )
 
 
-def forward(spec: RopeSpec, config: RopeGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs none
+def forward(spec: RopeSpec, config: RopeGpuConfig, operands: Operands) -> tuple[Outputs, None]:
     query, key = _turn(spec, config, operands[:2], operands.cos, operands.sin, False)
     return Outputs(query, key), None
 
 
-def backward(
-    spec: RopeSpec, config: RopeGpuConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
+def backward(spec: RopeSpec, config: RopeGpuConfig, operands: Operands, cotangents: Outputs) -> Operands:
     """The inverse rotation. Gradients of the tables, which XLA drops where they are not requested, are for JAX
     alone.
     """
-    del outputs, residuals
     query, key = _turn(spec, config, tuple(cotangents), operands.cos, operands.sin, True)
     if gpu.framework(operands.cos) == "torch":
         return Operands(query, key, None, None)

@@ -33,8 +33,7 @@ def rotate(spec: RopeSpec, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.
     return jnp.concatenate([turned, x[..., 2 * spec.pairs :]], axis=-1)
 
 
-def forward(spec: RopeSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals  # nothing to configure; the backward pass turns back
+def forward(spec: RopeSpec, operands: Operands) -> tuple[Outputs, None]:
     cos, sin = _table(spec, operands.cos), _table(spec, operands.sin)
     query, key = (None if x is None else rotate(spec, x, cos, sin) for x in operands[:2])
     return Outputs(query, key), None
@@ -56,12 +55,9 @@ def table_gradients(spec: RopeSpec, operands: Operands, cotangents: Outputs) -> 
     return dcos.astype(operands.cos.dtype), dsin.astype(operands.sin.dtype)
 
 
-def backward(
-    spec: RopeSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
+def backward(spec: RopeSpec, operands: Operands, cotangents: Outputs) -> Operands:
     """The inverse rotation: the same with -sin."""
-    del config, outputs, residuals
-    turned, _ = forward(spec, None, Operands(*cotangents, operands.cos, -operands.sin), False)
+    turned, _ = forward(spec, Operands(*cotangents, operands.cos, -operands.sin))
     return Operands(*turned, *table_gradients(spec, operands, cotangents))
 
 

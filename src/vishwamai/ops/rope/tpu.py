@@ -257,15 +257,11 @@ def turn(spec: RopeSpec, config: RopeConfig, operands: Operands, name: str) -> t
     )
 
 
-def forward(spec: RopeSpec, config: RopeConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs none
+def forward(spec: RopeSpec, config: RopeConfig, operands: Operands) -> tuple[Outputs, None]:
     return Outputs(*turn(spec, config, operands, "rope_forward")), None
 
 
-def backward(
-    spec: RopeSpec, config: RopeConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del outputs, residuals
+def backward(spec: RopeSpec, config: RopeConfig, operands: Operands, cotangents: Outputs) -> Operands:
     dquery, dkey = turn(spec, config, Operands(*cotangents, operands.cos, -operands.sin), "rope_backward")
     return Operands(dquery, dkey, *table_gradients(spec, operands, cotangents))
 

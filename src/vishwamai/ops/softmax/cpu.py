@@ -21,17 +21,13 @@ def notes(spec: SoftmaxSpec, target: Target) -> tuple[str, ...]:
     return ("`axis` is not the last: the array is turned before and after",) if spec.transposed else ()
 
 
-def forward(spec: SoftmaxSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals  # nothing to configure, nothing to keep
+def forward(spec: SoftmaxSpec, operands: Operands) -> tuple[Outputs, None]:
     x = operands.x
     (y,) = ffi.call("vishwamai_softmax_forward", (ffi.result(x.shape, x.dtype),), x, log=spec.log)
     return Outputs(y), None
 
 
-def backward(
-    spec: SoftmaxSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del config, residuals
+def backward(spec: SoftmaxSpec, operands: Operands, outputs: Outputs, cotangents: Outputs) -> Operands:
     source = operands.x if spec.log else outputs.y
     results = (ffi.result(source.shape, source.dtype),)
     (dx,) = ffi.call("vishwamai_softmax_backward", results, source, cotangents.y.astype(source.dtype), log=spec.log)

@@ -91,8 +91,7 @@ def _launch(
     return result
 
 
-def forward(spec: SoftmaxSpec, config: SoftmaxGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs none
+def forward(spec: SoftmaxSpec, config: SoftmaxGpuConfig, operands: Operands) -> tuple[Outputs, None]:
     return Outputs(_launch(FORWARD, spec, config, dict(x_ptr=operands.x), "y_ptr")), None
 
 
@@ -101,10 +100,8 @@ def backward(
     config: SoftmaxGpuConfig,
     operands: Operands,
     outputs: Outputs,
-    residuals: None,
     cotangents: Outputs,
 ) -> Operands:
-    del residuals
     source = operands.x if spec.log else outputs.y
     return Operands(_launch(BACKWARD, spec, config, dict(source_ptr=source, dy_ptr=cotangents.y), "dx_ptr"))
 

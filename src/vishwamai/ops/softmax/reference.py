@@ -27,16 +27,12 @@ def gradient_rows(x_or_y: jax.Array, dy: jax.Array, log: bool) -> jax.Array:
     return x_or_y * (dy - jnp.sum(x_or_y * dy, axis=-1, keepdims=True))
 
 
-def forward(spec: SoftmaxSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: SoftmaxSpec, operands: Operands) -> tuple[Outputs, None]:
     """exp(x - max) / sum exp(x - max) over the last axis, in float32 (float64 for float64)."""
-    del config, residuals  # nothing to configure, nothing to keep
     return Outputs(softmax_rows(operands.x.astype(spec.accumulator), spec.log).astype(operands.x.dtype)), None
 
 
-def backward(
-    spec: SoftmaxSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del config, residuals
+def backward(spec: SoftmaxSpec, operands: Operands, outputs: Outputs, cotangents: Outputs) -> Operands:
     source = operands.x if spec.log else outputs.y
     dx = gradient_rows(source.astype(spec.accumulator), cotangents.y.astype(spec.accumulator), spec.log)
     return Operands(dx.astype(operands.x.dtype))

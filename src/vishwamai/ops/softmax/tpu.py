@@ -118,8 +118,7 @@ def _by_rows(spec: SoftmaxSpec, config: SoftmaxConfig, body: Any, name: str, **a
     return y
 
 
-def forward(spec: SoftmaxSpec, config: SoftmaxConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs none
+def forward(spec: SoftmaxSpec, config: SoftmaxConfig, operands: Operands) -> tuple[Outputs, None]:
     name = "log_softmax_forward" if spec.log else "softmax_forward"
     return Outputs(_by_rows(spec, config, lambda x: softmax_rows(x, spec.log), name, x_ref=operands.x)), None
 
@@ -129,10 +128,8 @@ def backward(
     config: SoftmaxConfig,
     operands: Operands,
     outputs: Outputs,
-    residuals: None,
     cotangents: Outputs,
 ) -> Operands:
-    del residuals
     source = operands.x if spec.log else outputs.y
     name = "log_softmax_backward" if spec.log else "softmax_backward"
     slopes = functools.partial(gradient_rows, log=spec.log)

@@ -47,16 +47,12 @@ def _product(spec: SparseSpec, dense: jax.Array, values: jax.Array, indices: jax
     return out.astype(dense.dtype)
 
 
-def forward(spec: SparseSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del config, residuals  # nothing to configure, nothing to keep
+def forward(spec: SparseSpec, operands: Operands) -> tuple[Outputs, None]:
     return Outputs(_product(spec, *operands, spec.transpose)), None
 
 
-def backward(
-    spec: SparseSpec, config: None, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
+def backward(spec: SparseSpec, operands: Operands, cotangents: Outputs) -> Operands:
     """Two calls, so that XLA drops the one whose gradient is not requested."""
-    del config, outputs, residuals
     dense, values, indices = operands
     cotangent, storage = cotangents.out, _storage(spec)
     left, right = (cotangent, dense) if spec.transpose else (dense, cotangent)

@@ -197,8 +197,7 @@ def values_gradient(spec: SparseSpec, config: SparseGpuConfig, left: Any, right:
     return out
 
 
-def forward(spec: SparseSpec, config: SparseGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals  # the backward pass needs the operands alone
+def forward(spec: SparseSpec, config: SparseGpuConfig, operands: Operands) -> tuple[Outputs, None]:
     dense, values, indices = operands
     out = product(spec, config, _joined(spec.operands, dense), values, indices, spec.transpose)
     return Outputs(out.reshape(spec.groups, spec.m, spec.width)), None
@@ -208,11 +207,8 @@ def backward(
     spec: SparseSpec,
     config: SparseGpuConfig,
     operands: Operands,
-    outputs: Outputs,
-    residuals: None,
     cotangents: Outputs,
 ) -> Operands:
-    del outputs, residuals
     dense, cotangent = (_joined(spec.operands, x) for x in (operands.dense, cotangents.out))
     d_dense = product(spec, config, cotangent, operands.values, operands.indices, not spec.transpose)
     left, right = (cotangent, dense) if spec.transpose else (dense, cotangent)

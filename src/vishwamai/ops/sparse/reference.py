@@ -13,9 +13,8 @@ from vishwamai.core.precision import lax_precision
 from vishwamai.ops.sparse.spec import Operands, Outputs, SparseSpec
 
 
-def forward(spec: SparseSpec, config: None, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
+def forward(spec: SparseSpec, operands: Operands) -> tuple[Outputs, None]:
     """Work and memory are those of the blocks that are there: `[blocks, M, block]` beside the operands."""
-    del config, residuals
     product = jax.vmap(lambda x, v, coordinates: _product(spec, x, v, coordinates), in_axes=_mapped(operands))
     return Outputs(
         product(*(x if axis == 0 else x[0] for x, axis in zip(operands, _mapped(operands), strict=True)))

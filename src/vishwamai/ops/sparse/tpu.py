@@ -244,17 +244,13 @@ def _joined(operands: Operands, *arrays: jax.Array) -> list[jax.Array]:
     return [x.reshape(1, -1, x.shape[-1]) for x in arrays]
 
 
-def forward(spec: SparseSpec, config: SparseConfig, operands: Operands, residuals: bool) -> tuple[Outputs, None]:
-    del residuals
+def forward(spec: SparseSpec, config: SparseConfig, operands: Operands) -> tuple[Outputs, None]:
     (dense,) = _joined(operands, operands.dense)
     out = _product(spec, config, dense, operands.values, operands.indices, spec.transpose, "sparse_forward")
     return Outputs(out.reshape(spec.groups, spec.m, spec.width)), None
 
 
-def backward(
-    spec: SparseSpec, config: SparseConfig, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs
-) -> Operands:
-    del outputs, residuals
+def backward(spec: SparseSpec, config: SparseConfig, operands: Operands, cotangents: Outputs) -> Operands:
     dense, cotangent = _joined(operands, operands.dense, cotangents.out)
     d_dense = _product(
         spec, config, cotangent, operands.values, operands.indices, not spec.transpose, "sparse_dense_gradient"
