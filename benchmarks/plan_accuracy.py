@@ -23,13 +23,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from vishwamai.aot.compile import libtpu
+from vishwamai.aot.compile.traced import Program
 from vishwamai.core import caches
 from vishwamai.measure.progress import Progress
 from vishwamai.models import ModelConfig
 from vishwamai.planning.allocation import training_config
 from vishwamai.planning.analytic import serving_memory, training_memory
 from vishwamai.planning.compiler import Compiler
-from vishwamai.planning.program import Program
 from vishwamai.planning.serving import Serving, trace_serving
 from vishwamai.planning.training import trace_training
 

@@ -118,14 +118,14 @@ RECORDINGS += [("gather", "v5e"), ("turns", "v5e"), ("chain", "v5e")]
 
 def record(names=()):
     """Compiles the named programs, or all, anew and keeps their dumps."""
-    from vishwamai.aot.schedule import dump, job
+    from vishwamai.aot.schedule import dump, inspection
     from vishwamai.core import caches
 
     for name, target in RECORDINGS:
         if names and name not in names:
             continue
         fn, args = PROGRAMS[name]
-        made = job.prepare(fn, args, {}, target)
+        made = inspection.prepare(fn, args, {}, target)
         dump.dump(made)
         place = RECORDED / f"{name}-{target}"
         shutil.rmtree(place, ignore_errors=True)

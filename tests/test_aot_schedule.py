@@ -12,8 +12,10 @@ import pytest
 
 import aot_programs as programs
 from vishwamai import aot
-from vishwamai.aot.schedule import dump, inspection, job
-from vishwamai.aot.schedule.known import scalar_operands
+from vishwamai.aot.compile.child import Child, Ended
+from vishwamai.aot.compile.known import scalar_operands
+from vishwamai.aot.compile.traced import Program
+from vishwamai.aot.schedule import dump, inspection
 from vishwamai.aot.schedule.roofline import roofline
 from vishwamai.aot.schedule.simulate import Simulator, Source, simulate
 from vishwamai.core.errors import DeviceError, KernelError, ShapeError, UnsupportedError
@@ -211,7 +213,7 @@ def test_kernels_are_known_where_the_program_cannot_be_read():
     sources = dump.read_sources(programs.RECORDED / "matmul-v5e")
     found = dump.Dump(TPUS["v5e"], sources, {}, {}, (), {}, "copies run on the SparseCore")
     case = inspection.Inspection(programs.matmul, target="v5e")
-    made = inspection.schedule_of(case, job.Job(b"", "v5e", {}, 1 << 20, ""), found)
+    made = inspection.schedule_of(case, Program("double", "v5e", b"", (), "", 1 << 20), found)
     assert made.pallas == {"matmul.1"}
     assert "note: copies run on the SparseCore" in made.table()
 
@@ -340,7 +342,7 @@ def test_the_cache_spares_the_compiler(cache, monkeypatch):
     gather, args = programs.PROGRAMS["gather"]
     before = inspection.inspect(gather, args, "v5e")
     assert not before.guessed
-    monkeypatch.setattr(dump, "_run_worker", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(Child, "ask", lambda *_: pytest.fail("compiled again"))
     assert inspection.inspect(gather, args, "v5e").simulation.cycles == before.simulation.cycles
     other_values = (np.zeros_like(programs.TABLE), args[1])
     assert inspection.inspect(gather, other_values, "v5e").simulation.hbm_bytes < before.simulation.hbm_bytes
@@ -350,20 +352,24 @@ def test_the_cache_spares_the_compiler(cache, monkeypatch):
 @needs_libtpu
 def test_a_compiler_that_dies_is_reported_and_the_others_go_on(cache, monkeypatch):
     gather, args = programs.PROGRAMS["gather"]
-    jobs = [job.prepare(gather, args, {}, "v5e"), job.prepare(lambda x: x + 1, [np.ones(8, np.float32)], {}, "v5e")]
-    real, calls = dump._run_worker, []
+    jobs = [
+        inspection.prepare(gather, args, {}, "v5e"),
+        inspection.prepare(lambda x: x + 1, [np.ones(8, np.float32)], {}, "v5e"),
+    ]
+    real, calls = Child.ask, []
 
-    def dies_first(root, pending, timeout, workers):
-        calls.append(pending)
-        first = len(calls) == 1
-        return "the process ended with -6: Check failed" if first else real(root, pending, timeout, workers)
+    def dies_first(process, question):
+        calls.append(question["target"])
+        if len(calls) == 1:
+            raise Ended("the compiler ended its process by signal 6: Check failed")
+        return real(process, question)
 
-    monkeypatch.setattr(dump, "_run_worker", dies_first)
+    monkeypatch.setattr(Child, "ask", dies_first)
     lost, fine = dump.dump_many(jobs)
     assert isinstance(lost, KernelError)
     assert "Check failed" in str(lost)
     assert isinstance(fine, dump.Dump)
-    assert [[(i, one.target) for i, one in call] for call in calls] == [[(0, "v5e"), (1, "v5e")], [(1, "v5e")]]
+    assert calls == ["v5e", "v5e"]
     assert dump.dump(jobs[0]).sources  # what went wrong once is not remembered
 
 

@@ -1,7 +1,6 @@
 """What is kept between runs: where, how it is written, and what happens where it cannot be."""
 
 import functools
-import json
 import os
 import pathlib
 import pwd
@@ -16,15 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from vishwamai.aot.compile import answers
+from vishwamai.aot.compile.child import Child
+from vishwamai.aot.compile.traced import Program
 from vishwamai.aot.schedule import dump
-from vishwamai.aot.schedule.job import Job
 from vishwamai.aot.tuning import tables
 from vishwamai.cli import main
 from vishwamai.core import caches, tuning
 from vishwamai.core.errors import CacheWarning, ConfigError, DeviceError, KernelError
 from vishwamai.core.target import Target
 
-JOBS = [Job(b"program", "v5e", {}, 0, digit * 32) for digit in "ab"]
+JOBS = [Program("program", "v5e", b"program", (), digit * 32) for digit in "ab"]
 NAMED = ("HOME", "XDG_CACHE_HOME", "VISHWAMAI_TUNING_DIR", "VISHWAMAI_AOT_CACHE", "VISHWAMAI_CACHE_MIB")
 
 
@@ -65,13 +65,11 @@ def compiled(monkeypatch):
     """The jobs that the compiler's process got, which rejects each."""
     seen = []
 
-    def run(root, jobs, timeout, workers):
-        for index, _ in jobs:
-            seen.append(index)
-            (root / f"job{index}" / "result.json").write_text(json.dumps({"rejected": "too large", "problem": None}))
-        return ""
+    def answer(process, question):
+        seen.append(int(question["out"][-1]))
+        return {"rejected": "too large", "problem": None}
 
-    monkeypatch.setattr(dump, "_run_worker", run)
+    monkeypatch.setattr(Child, "ask", answer)
     return seen
 
 
@@ -237,21 +235,17 @@ def test_the_command(aot, monkeypatch, tmp_path, capsys):
 INTERRUPTED = """
 import json, sys, tempfile, pathlib
 from vishwamai import cli
+from vishwamai.aot.compile import child
+from vishwamai.aot.compile.traced import Program
 from vishwamai.aot.schedule import dump
-from vishwamai.aot.schedule.job import Job
 
 tempfile.tempdir = sys.argv[1]
-SLEEP = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(300)"
-
-class Slow(dump._Workers):
-    def run(self, command, environment, timeout):
-        pid = pathlib.Path(sys.argv[1], f"pid-{pathlib.Path(command[-1]).parent.name}")
-        return super().run([sys.executable, "-c", SLEEP, str(pid)], environment, timeout)
-
-dump._Workers = Slow
+SLEEP = "import os, pathlib, sys, time; pid = os.getpid(); "
+SLEEP += "pathlib.Path(sys.argv[1], f'pid-{pid}').write_text(str(pid)); time.sleep(300)"
+child.COMMAND = ("-c", SLEEP, sys.argv[1])
 module = type("M", (), dict(
     __doc__="", configure=lambda parser: None,
-    run=lambda arguments: list(dump.dump_many([Job(b"", "v5e", {}, 0, d * 32) for d in "ab"], workers=2)),
+    run=lambda arguments: list(dump.dump_many([Program("", "v5e", b"", (), d * 32) for d in "ab"], workers=2)),
 ))
 sys.modules["vishwamai.cli.doctor"] = module
 sys.exit(cli.main(["doctor"]))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from vishwamai import aot
+from vishwamai import aot, planning
 from vishwamai.aot.compile.options.config import RuntimeConfig
 from vishwamai.core.errors import ConfigError, KernelError, ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS
@@ -39,9 +39,8 @@ def compiler(monkeypatch):
     def schedule_of(case, job, found):
         return types.SimpleNamespace(seconds=found.seconds, guessed=("a loop",))
 
-    job = types.SimpleNamespace(options={})
-    monkeypatch.setattr(flags, "prepare", lambda *args: job)
-    monkeypatch.setattr(flags, "with_options", lambda job, options: types.SimpleNamespace(options=options))
+    program = planning.Program("matmul", "v5e", b"", ())
+    monkeypatch.setattr(flags, "prepare", lambda *args: program)
     monkeypatch.setattr(flags, "dump_many", dump_many)
     monkeypatch.setattr(flags, "schedule_of", schedule_of)
     monkeypatch.setattr(

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from vishwamai import aot, planning
+from vishwamai.aot.compile.live_ranges import read_dump
+from vishwamai.aot.compile.traced import Argument
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError, KernelError
 from vishwamai.planning import Change, Estimate, advice, search
 from vishwamai.planning.advice import alternatives, explain_training, training_changes
 from vishwamai.planning.diagnosis import ranked
-from vishwamai.planning.peak import peak_memory, read_dump
-from vishwamai.planning.program import Argument
+from vishwamai.planning.peak import peak_memory
 from vishwamai.planning.speed import training_time
 from vishwamai.planning.training import trace_training
 from vishwamai.training.config_file import from_dict, read_config, to_dict

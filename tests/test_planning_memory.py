@@ -13,11 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vishwamai import aot, planning
-from vishwamai.aot.compile import answers
+from vishwamai.aot.compile import answers, child
+from vishwamai.aot.compile.traced import read_sharding, write_sharding
 from vishwamai.core.errors import DeviceError, KernelError
-from vishwamai.planning import compiler
 from vishwamai.planning.figures import Estimate, Measurement
-from vishwamai.planning.program import read_sharding, write_sharding
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 MIB = 1 << 20
@@ -141,7 +140,7 @@ def test_a_process_that_dies_is_an_error_with_its_words(monkeypatch, tmp_path):
         "import os, sys; input(); sys.stderr.write('F0000 Check failed: sides\\n'); sys.stderr.flush(); "
         "os.kill(os.getpid(), 6)"
     )
-    monkeypatch.setattr(compiler, "COMMAND", (str(script),))
+    monkeypatch.setattr(child, "COMMAND", (str(script),))
     with planning.Compiler() as asked:
         for _ in range(2):  # the next question starts a new process
             with pytest.raises(KernelError, match=r"'fake' for v5e.*signal 6.*Check failed: sides"):
@@ -151,11 +150,11 @@ def test_a_process_that_dies_is_an_error_with_its_words(monkeypatch, tmp_path):
 def test_a_process_that_hangs_is_stopped(monkeypatch, tmp_path):
     script = tmp_path / "hangs.py"
     script.write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(compiler, "COMMAND", (str(script),))
+    monkeypatch.setattr(child, "COMMAND", (str(script),))
     with planning.Compiler(timeout=0.2) as asked:
         with pytest.raises(KernelError, match="longer than 0.2 s"):
             asked.probe(fake())
-        assert asked._process is None
+        assert not asked._child.running
 
 
 @pytest.mark.parametrize(
@@ -220,7 +219,7 @@ def test_a_full_disk_is_an_error_that_says_where_and_the_cache_stays(monkeypatch
 
 @pytest.mark.parametrize("kind, error", [("mosaic", "UnsupportedError"), ("compiler", "KernelError")])
 def test_a_rejected_program_is_the_error_of_compile_for(monkeypatch, kind, error):
-    monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"rejected": "words", "kind": kind})
+    monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"rejected": "words", "problem": {"kind": kind}})
     with pytest.raises(KernelError, match="words") as raised:
         planning.Compiler().verify(fake())
     assert type(raised.value).__name__ == error
@@ -258,7 +257,8 @@ def test_a_killed_planner_leaves_whole_answers(fresh_cache):
 @pytest.mark.long
 def test_a_compiler_ends_with_a_planner_that_is_killed():
     """libtpu's process sees that nobody asks any more."""
-    script = "import time; from vishwamai import planning; c = planning.Compiler(); print(c._started().pid, flush=True)"
+    script = "import time; from vishwamai import planning; c = planning.Compiler(); "
+    script += "print(c._child.started().pid, flush=True)"
     process = subprocess.Popen([sys.executable, "-c", f"{script}; time.sleep(600)"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     worker = int(process.stdout.readline())

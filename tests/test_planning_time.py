@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from vishwamai import aot, planning
 from vishwamai.aot.compile import libtpu
+from vishwamai.aot.compile.traced import devices_in_order, trace
 from vishwamai.core.errors import DeviceError, UnsupportedError
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.hlo import parse_module
@@ -29,7 +30,6 @@ from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.exchange import exchange_seconds
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.mesh_links import links_of
-from vishwamai.planning.program import devices_in_order, trace
 from vishwamai.planning.program_time import time_program
 from vishwamai.planning.serving import Serving, kv_bytes_per_token, trace_serving
 from vishwamai.planning.speed import training_speed, training_time

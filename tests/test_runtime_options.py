@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from vishwamai import aot, planning
-from vishwamai.aot.compile.options import ask, config, worker
+from vishwamai.aot.compile import child
+from vishwamai.aot.compile.options import ask, config, trials
 from vishwamai.aot.compile.options.table import TPU_OPTIONS
-from vishwamai.aot.schedule import job
+from vishwamai.aot.schedule import inspection
 from vishwamai.core.errors import ConfigError, DeviceError, KernelError, ShapeError
 from vishwamai.performance import RuntimeConfig, configure_runtime_options
 
@@ -34,10 +35,10 @@ def fresh_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_process(monkeypatch):
-    def started(questions):
-        raise AssertionError(f"a process was started for {questions}")
+    def started(process, question):
+        raise AssertionError(f"a process was started for {question}")
 
-    monkeypatch.setattr(ask, "_run", started)
+    monkeypatch.setattr(child.Child, "ask", started)
 
 
 WRONG = {
@@ -106,23 +107,23 @@ def test_apply_sets_options_of_jax():
 
 def test_the_worker_puts_options_of_jax_back():
     before = dict(jax.config.values)
-    assert worker.answer({"setting": "jax_default_matmul_precision", "value": "highest"}) == {"refused": None}
-    assert "enum" in worker.answer({"setting": "jax_default_matmul_precision", "value": "bogus"})["refused"]
-    assert worker.answer({"setting": "jax_enable_x64", "value": "maybe"}) == {"refused": "it takes True or False"}
+    assert trials.answer({"setting": "jax_default_matmul_precision", "value": "highest"}) == {"refused": None}
+    assert "enum" in trials.answer({"setting": "jax_default_matmul_precision", "value": "bogus"})["refused"]
+    assert trials.answer({"setting": "jax_enable_x64", "value": "maybe"}) == {"refused": "it takes True or False"}
     assert dict(jax.config.values) == before
 
 
 def test_answers_are_kept(fresh_cache, monkeypatch):
     calls = []
 
-    def run(questions):
-        calls.append(list(questions))
-        return [{"refused": None} for _ in questions], None
+    def answer(process, question):
+        calls.append(question)
+        return {"refused": None}
 
-    monkeypatch.setattr(ask, "_run", run)
+    monkeypatch.setattr(child.Child, "ask", answer)
     options = {"jax_default_matmul_precision": "highest", "jax_enable_x64": True}
     found = configure_runtime_options(options)
-    assert found == configure_runtime_options(dict(reversed(options.items()))) and len(calls) == 1
+    assert found == configure_runtime_options(dict(reversed(options.items()))) and len(calls) == 2
     assert found.jax_options == options
     assert len(list((fresh_cache / "options").glob("*.json"))) == 2
 
@@ -130,32 +131,36 @@ def test_answers_are_kept(fresh_cache, monkeypatch):
 def test_a_process_that_ends_is_blamed_on_its_question_and_not_kept(fresh_cache, monkeypatch):
     calls = []
 
-    def run(questions):
-        calls.append(len(questions))
-        good = [{"refused": None}] if len(questions) == 3 else []
-        return (good, "status -6: Check failed") if questions[-1]["setting"] else (good, None)
+    def answer(process, question):
+        calls.append(question["setting"])
+        if len(calls) > 1:
+            raise child.Ended("the compiler ended its process by signal 6: Check failed")
+        return {"refused": None}
 
-    monkeypatch.setattr(ask, "_run", run)
+    monkeypatch.setattr(child.Child, "ask", answer)
     found = ask.ask([{"setting": name, "value": 1} for name in "abc"])
     assert found[0] == {"refused": None}
-    assert found[1:] == [{"refused": "it ends libtpu's process: status -6: Check failed"}] * 2
-    assert calls == [3, 1] and len(list((fresh_cache / "options").glob("*.json"))) == 1
+    assert (
+        found[1:]
+        == [{"refused": "it ends libtpu's process: the compiler ended its process by signal 6: Check failed"}] * 2
+    )
+    assert calls == ["a", "b", "c"] and len(list((fresh_cache / "options").glob("*.json"))) == 1
 
 
 def test_a_worker_that_fails_is_an_error(fresh_cache, monkeypatch):
-    monkeypatch.setattr(ask, "COMMAND", ("-c", "raise SystemError('broken')"))
+    monkeypatch.setattr(child, "COMMAND", ("-c", "raise SystemError('broken')"))
     with pytest.raises(KernelError, match="broken"):
         configure_runtime_options({"jax_enable_x64": True})
 
 
 @needs_libtpu
 def test_options_are_part_of_the_key_of_a_program():
-    made = job.Job(b"program", "v5e", {}, 0, "a" * 32)
-    one = job.with_options(made, {"a": "1", "b": "2"})
+    made = planning.Program("program", "v5e", b"program", (), "a" * 32)
+    one = made.with_options({"a": "1", "b": "2"})
     assert one.options == {"a": "1", "b": "2"} and one.fingerprint != made.fingerprint
-    assert job.with_options(made, {"b": "2", "a": "1"}).fingerprint == one.fingerprint
-    assert job.with_options(made, {"a": "1", "b": "3"}).fingerprint != one.fingerprint
-    assert job.with_options(made, {}) is made
+    assert made.with_options({"b": "2", "a": "1"}).fingerprint == one.fingerprint
+    assert made.with_options({"a": "1", "b": "3"}).fingerprint != one.fingerprint
+    assert made.with_options({}) is made
 
 
 @needs_libtpu
@@ -164,7 +169,7 @@ def test_options_of_the_environment_are_part_of_the_keys(monkeypatch):
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
     def keys():
-        made = job.prepare(jnp.sin, (x,), {}, "v5e"), planning.trace(jnp.sin, x, target="v5e")
+        made = inspection.prepare(jnp.sin, (x,), {}, "v5e"), planning.trace(jnp.sin, x, target="v5e")
         return [one.fingerprint for one in made]
 
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)

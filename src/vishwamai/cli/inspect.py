@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from vishwamai.aot import Inspection, KernelSchedule, inspect_many
-    from vishwamai.aot.schedule.job import check_one_device
+    from vishwamai.aot.schedule.inspection import check_one_device
 
     targets = arguments.target or ["v5e"]
     for target in targets:

@@ -338,9 +338,9 @@ def _decoding(arguments: argparse.Namespace, target: str, experts: bool, formula
 
 
 def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
+    from vishwamai.aot.compile.traced import trace
     from vishwamai.planning.compiler import Compiler
     from vishwamai.planning.diagnosis import explain_program
-    from vishwamai.planning.program import trace
 
     call = function.load_call(arguments.config, arguments.args)
     reasons = []

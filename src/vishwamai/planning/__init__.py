@@ -3,8 +3,7 @@
 Three levels: "analytic" (formulas), "probe" (the compiler's answer without a full compilation) and "verified" (the
 compiled program).
 
-Figures keep their level (`figures`). Programs: `program`, `training`, `serving`; the compiler in a process of its own:
-`compiler`, `worker`. Memory: `analytic`, `residuals`, `stages`, `allocation`, `peak`, `usage`. Time: `speed`,
+Figures keep their level (`figures`). Programs: `training`, `serving`; the compiler's answers: `compiler`. Memory: `analytic`, `residuals`, `stages`, `allocation`, `peak`, `usage`. Time: `speed`,
 `exchange`, `mesh_links`, `program_time`, `timeline`, `collectives`, `published` (the range of published steps),
 `calibrate`, `calibration`. Choice: `search`, `batch`, `diagnosis`, `advice`, `controller`, `flags`. `__all__` has the
 names that docs/api.md promises; the others serve this library.
@@ -15,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vishwamai.aot.compile.traced import Program, trace
 from vishwamai.planning.compiler import Compiler, ProgramMemory, probe, verify
 from vishwamai.planning.controller import MemorySettings, optimize_memory_usage
 from vishwamai.planning.diagnosis import Change as Change
@@ -24,7 +24,6 @@ from vishwamai.planning.figures import Level as Level
 from vishwamai.planning.figures import Measurement as Measurement
 from vishwamai.planning.peak import LiveArray as LiveArray
 from vishwamai.planning.peak import PeakMemory as PeakMemory
-from vishwamai.planning.program import Program, trace
 from vishwamai.planning.program_time import StepTime, step_time
 from vishwamai.planning.stage_times import stage_times as stage_times
 

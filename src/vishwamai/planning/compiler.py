@@ -1,4 +1,4 @@
-"""The compiler in a process of its own: the memory of a program, probed or verified."""
+"""The memory of a program, probed or verified by the compiler in its process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import selectors
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vishwamai.aot.compile import answers, child
+from vishwamai.aot.compile import answers
+from vishwamai.aot.compile.child import Answer, Child, Ended, Question
 from vishwamai.aot.compile.diagnose import as_error
 from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options_of
+from vishwamai.aot.compile.traced import Program, trace
 from vishwamai.aot.schedule.dump import dump_flags
 from vishwamai.core import caches
 from vishwamai.core.arguments import checked
@@ -25,7 +24,6 @@ from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.peak import PeakMemory, peak_memory
-from vishwamai.planning.program import Program, trace
 
 Options = Mapping[str, "str | bool"]
 """Options of the compiler, checked by `compiler_options_of`."""
@@ -39,10 +37,6 @@ AGAIN = 0.99
 """The HBM that a probe allows then, as a share of what the compiler said: it saves memory, at the cost of time, as long
 as a program does not fit, and a mixture of experts took 15.7 % less than its compiled program.
 """
-
-COMMAND = ("-m", "vishwamai.planning.worker")
-"""What Python runs as the compiler's process."""
-
 
 FOLDER = "plans"
 """The folder of the cache `aot` for the answers about programs."""
@@ -83,26 +77,22 @@ class ProgramMemory:
 
 @checked
 class Compiler:
-    """A compiler's process, started when it is first asked and again after it died; a context manager ends it.
+    """Asks the compiler about programs, in its process; a context manager ends that.
 
     Args:
       timeout: seconds after which a question fails.
     """
 
     def __init__(self, timeout: float = 900.0):
-        self.timeout = timeout
-        self._process: subprocess.Popen[str] | None = None
-        self._dump_folder: pathlib.Path | None = None
-        self._files = contextlib.ExitStack()
+        self._child = Child(timeout)
 
     def __enter__(self) -> Compiler:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        started = self._process is not None
-        self._stop()
-        self._files.close()
-        if started:
+    def __exit__(self, *error: object) -> None:
+        asked = self._child.running
+        self._child.__exit__(*error)
+        if asked:
             caches.trim("aot")
 
     def probe(self, program: Program, options: Options | None = None) -> ProgramMemory:
@@ -126,23 +116,19 @@ class Compiler:
         return verified_memory(program, self._ask(program, None, options))
 
     @contextlib.contextmanager
-    def dumped(self, program: Program) -> Iterator[tuple[dict[str, Any], pathlib.Path]]:
+    def dumped(self, program: Program) -> Iterator[tuple[Answer, pathlib.Path]]:
         """Compiles the program, with what the compiler writes of it: its answer, and a directory that has the bundles
         and, where it can be read, the optimised program as `TEXT`. The directory is removed after the block.
 
         Raises: as `probe`.
         """
+        self._child.stop()  # the options that make libtpu write are read when it is loaded
         with _scratch(program) as directory:
-            self._stop()  # the options that make libtpu write are read when it is loaded
-            self._dump_folder = directory
-            try:
-                answer = self._answer(program, None, {}, False, self._dump_folder / TEXT)
-                answers.write(FOLDER, f"{program.fingerprint}-full", answer)
-                _raise_rejected(answer)
-                yield answer, self._dump_folder
-            finally:
-                self._dump_folder = None
-                self._stop()
+            with Child(self._child.timeout, dump_flags(directory)) as child:
+                answer = _answer(child, program, {"text": str(directory / TEXT)})
+            answers.write(FOLDER, f"{program.fingerprint}-full", answer)
+            _raise_rejected(answer)
+            yield answer, directory
 
     def peak(self, program: Program, options: Options | None = None) -> PeakMemory:
         """What lies in the memory at the program's peak, by the live ranges of a probe.
@@ -151,107 +137,40 @@ class Compiler:
         """
         first = self._ask(program, PROBE_MIB, options)
         allowed = _allowed_again(program, first["needed"]) if "needed" in first else PROBE_MIB
-        answer = self._ask(program, allowed, options, dump=True)
+        answer = self._ask(program, allowed, options, live_ranges=True)
         return peak_memory(program, _needed(program, answer), answer["peak"])
 
-    def _ask(
-        self, program: Program, hbm_mib: int | None, options: Options | None, dump: bool = False
-    ) -> dict[str, Any]:
+    def _ask(self, program: Program, hbm_mib: int | None, options: Options | None, live_ranges: bool = False) -> Answer:
         options = dict(options or {})
-        key = f"{program.fingerprint}-{'full' if hbm_mib is None else hbm_mib}{'-peak' if dump else ''}"
+        key = f"{program.fingerprint}-{'full' if hbm_mib is None else hbm_mib}{'-peak' if live_ranges else ''}"
         if options:
             key += f"-{hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]}"
         answer = answers.read(FOLDER, key)
-        if answer is None or not _sound(answer) or (dump and "rejected" not in answer and "peak" not in answer):
-            answer = self._answer(program, hbm_mib, options, dump)
+        if answer is None or not _sound(answer) or (live_ranges and not {"rejected", "peak"} & answer.keys()):
+            answer = self._answer(program, hbm_mib, options, live_ranges)
             answers.write(FOLDER, key, answer)
         _raise_rejected(answer)
         return answer
 
-    def _answer(
-        self,
-        program: Program,
-        hbm_mib: int | None,
-        options: Options,
-        dump: bool,
-        text: pathlib.Path | None = None,
-    ) -> dict[str, Any]:
+    def _answer(self, program: Program, hbm_mib: int | None, options: Options, live_ranges: bool) -> Answer:
         with _scratch(program) as directory:
-            blob = directory / "program"
-            blob.write_bytes(program.blob)
-            request = {
-                "blob": str(blob),
-                "target": program.target,
-                "donated": [argument.donated for argument in program.arguments],
-                "places": [argument.place for argument in program.arguments],
-                "hbm_mib": hbm_mib,
-                "options": {**program.options, **options},
-                "dump": str(directory / "dump") if dump else None,
-                "text": None if text is None else str(text),
-            }
-            try:
-                line = self._exchange(json.dumps(request))
-            except TimeoutError:
-                raise KernelError(f"planning {program.name!r} for {program.target}: {self._end(slow=True)}") from None
-        if line is None:
-            raise KernelError(f"planning {program.name!r} for {program.target}: {self._end()}")
-        answer = json.loads(line)
-        if "crashed" in answer:
-            raise KernelError(f"planning {program.name!r} for {program.target} failed: {answer['crashed']}")
-        return answer
+            more = {"live_ranges": str(directory / "dump")} if live_ranges else {}
+            return _answer(self._child, program, {"hbm_mib": hbm_mib, **more}, options)
 
-    def _exchange(self, line: str) -> str | None:
-        """The process's answer to a line, None where it died; TimeoutError where it is too slow."""
-        process = self._started()
-        assert process.stdin is not None and process.stdout is not None
+
+def _answer(child: Child, program: Program, more: Question, options: Options | None = None) -> Answer:
+    """The answer of the compiler's process about a program.
+
+    Args:
+      more: entries of the question. options: of the compiler, in addition to the program's.
+    """
+    with _scratch(program) as directory:
+        question = program.question(directory) | more
+        question["options"] |= options or {}
         try:
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            return None
-        with selectors.DefaultSelector() as ready:
-            ready.register(process.stdout, selectors.EVENT_READ)
-            if not ready.select(self.timeout):
-                raise TimeoutError
-        return process.stdout.readline() or None
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            options = "" if self._dump_folder is None else dump_flags(self._dump_folder)
-            self._noise = self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-            self._process = subprocess.Popen(
-                [sys.executable, *COMMAND],
-                env=child.environment(options),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._noise,
-                text=True,
-            )
-        return self._process
-
-    def _end(self, slow: bool = False) -> str:
-        """Ends the process, which did not answer; what happened, in words."""
-        assert self._process is not None
-        if slow:
-            self._stop()
-            return f"the compiler took longer than {self.timeout:g} s and was stopped."
-        status = self._process.wait()
-        self._stop()
-        self._noise.seek(0)
-        text = child.last_words(self._noise.read()) or "it gave no reason"
-        return f"the compiler ended its process {child.ending(status)}, an error of libtpu: {text}"
-
-    def _stop(self) -> None:
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                assert pipe is not None
-                pipe.close()
-        self._process = None
+            return child.ask(question)
+        except Ended as end:
+            raise KernelError(f"planning {program.name!r} for {program.target} failed: {end}") from None
 
 
 @contextlib.contextmanager
@@ -285,10 +204,10 @@ _PARTS = ("arguments", "outputs", "temporaries", "code", "aliased")
 
 
 def _raise_rejected(answer: dict[str, Any]) -> None:
-    """Raises what keeps a program from compiling, where its answer says so."""
-    if "rejected" not in answer:
+    """Raises what keeps a program from compiling, where its answer says so and memory is not the reason."""
+    if "rejected" not in answer or "needed" in answer:
         return
-    if answer.get("kind") in ("mosaic", "pallas", "sharding"):
+    if (answer.get("problem") or {}).get("kind") in ("mosaic", "pallas", "sharding"):
         raise UnsupportedError(answer["rejected"])
     raise as_error(None, answer["rejected"])
 

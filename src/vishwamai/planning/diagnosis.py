@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options_of
+from vishwamai.aot.compile.traced import Program, trace
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.numbers import human
 from vishwamai.planning.compiler import Compiler, Options
 from vishwamai.planning.figures import Estimate
 from vishwamai.planning.peak import PeakMemory
-from vishwamai.planning.program import Program, trace
 
 if TYPE_CHECKING:
     from vishwamai.training.config import TrainConfig

@@ -10,9 +10,9 @@ from vishwamai.aot.compile.options.ask import ask
 from vishwamai.aot.compile.options.config import RuntimeConfig, configure_runtime_options, option_text
 from vishwamai.aot.compile.options.table import TPU_OPTIONS
 from vishwamai.aot.compile.program import Memory
+from vishwamai.aot.compile.traced import Program
 from vishwamai.aot.schedule.dump import dump_many
-from vishwamai.aot.schedule.inspection import Inspection, schedule_of
-from vishwamai.aot.schedule.job import Job, check_one_device, prepare, with_options
+from vishwamai.aot.schedule.inspection import Inspection, check_one_device, prepare, schedule_of
 from vishwamai.core.arguments import checks_its_own, described
 from vishwamai.core.errors import ConfigError, ShapeError, VishwamaiError
 from vishwamai.core.hardware import TpuChip
@@ -182,22 +182,22 @@ def tune_flags(
 class _Judge:
     """Compiles a program under options, and reads time and memory from what the compiler made."""
 
-    def __init__(self, case: Inspection, job: Job, workers: int):
-        self.case, self.job, self.workers = case, job, workers
+    def __init__(self, case: Inspection, program: Program, workers: int):
+        self.case, self.program, self.workers = case, program, workers
         self.errors: dict[Values, VishwamaiError] = {}
         self.uncertain: tuple[str, ...] = ()
 
     def __call__(self, sets: Sequence[Values]) -> list[FlagTrial]:
-        jobs = [with_options(self.job, {n: option_text(v) for n, v in options}) for options in sets]
-        return list(self._read(sets, jobs))
+        programs = [self.program.with_options({n: option_text(v) for n, v in options}) for options in sets]
+        return list(self._read(sets, programs))
 
-    def _read(self, sets: Sequence[Values], jobs: Sequence[Job]) -> Iterator[FlagTrial]:
-        for options, job, dump in zip(sets, jobs, dump_many(jobs, workers=self.workers)):
+    def _read(self, sets: Sequence[Values], programs: Sequence[Program]) -> Iterator[FlagTrial]:
+        for options, program, dump in zip(sets, programs, dump_many(programs, workers=self.workers)):
             if isinstance(dump, VishwamaiError):
                 self.errors[options] = dump
                 yield FlagTrial(options, None, None, False, " ".join(str(dump).split()))
                 continue
-            schedule, memory = schedule_of(self.case, job, dump), Memory(**dump.memory)
+            schedule, memory = schedule_of(self.case, program, dump), Memory(**dump.memory)
             if not options:
                 self.uncertain = schedule.guessed
             time, size = Estimate(schedule.seconds, "verified", "s"), Estimate(memory.total, "verified")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from vishwamai.aot.compile import answers, libtpu
+from vishwamai.aot.compile.traced import Program, ScalarOperands, devices_in_order, trace
 from vishwamai.aot.schedule.dump import read_sources
 from vishwamai.aot.schedule.simulate import Simulator
 from vishwamai.aot.schedule.twins import twins
@@ -31,7 +32,6 @@ from vishwamai.planning import calibration
 from vishwamai.planning.collectives import link_seconds
 from vishwamai.planning.compiler import FOLDER, TEXT, Compiler, ProgramMemory, memory_of, verified_memory
 from vishwamai.planning.figures import Estimate
-from vishwamai.planning.program import Program, ScalarOperands, devices_in_order, trace
 from vishwamai.planning.timeline import PARTS, Follower, Timeline, family
 
 FORMAT = 7

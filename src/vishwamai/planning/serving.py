@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from vishwamai.aot.compile.traced import Program, trace
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.optimization import Optimization
 from vishwamai.core.qtensor import bits
@@ -20,7 +21,6 @@ from vishwamai.inference.sampling import Sampling, all_allowed, empty_rows, samp
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes
 from vishwamai.models.checkpoint import quantized
 from vishwamai.models.pages import QuantizedPages, ring_table, scale_heads, window_rings
-from vishwamai.planning.program import Program, trace
 
 Tree = Any
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from vishwamai.aot.compile.traced import trace
 from vishwamai.core.arguments import check_callable, checked, described
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.links import AxisLinks, estimate_collective
@@ -16,7 +17,6 @@ from vishwamai.core.target import Target
 from vishwamai.parallel.pipeline.simulate import ActionTimes
 from vishwamai.parallel.pipeline.split import split_part
 from vishwamai.planning.compiler import Compiler
-from vishwamai.planning.program import trace
 from vishwamai.planning.program_time import time_program
 
 

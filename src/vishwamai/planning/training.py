@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 
-from vishwamai.planning.program import Program, trace
+from vishwamai.aot.compile.traced import Program, trace
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.program import program_on
 

@@ -294,11 +294,16 @@ def compile_for(
     with tracing_for(target), in_words(chip, (args, kwargs)):
         lowered = _lower(fn, target, args, kwargs)
         with libtpu.quiet_compiler():
-            compiled = lowered.compile(compiler_options=options)
-    return Compiled(chip, devices, _memory(compiled, chip), _cost(compiled), compiled)
+            return described(lowered.compile(compiler_options=options), chip, devices)
 
 
-def _memory(compiled: jax.stages.Compiled, chip: TpuChip) -> Memory:
+def described(compiled: jax.stages.Compiled, chip: TpuChip, devices: int) -> Compiled:
+    """A program that was compiled for `devices` devices of a chip, with its memory and cost."""
+    return Compiled(chip, devices, memory_of(compiled, chip), _cost(compiled), compiled)
+
+
+def memory_of(compiled: jax.stages.Compiled, chip: TpuChip) -> Memory:
+    """The memory of one device for a program that was compiled for a chip."""
     stats = compiled.memory_analysis()
     assert stats is not None  # libtpu always gives it
     return Memory(

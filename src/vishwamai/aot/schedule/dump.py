@@ -1,7 +1,7 @@
-"""Gets the final bundles of a job out of libtpu, and keeps them on disk.
+"""Gets the final bundles of a program out of libtpu, and keeps them on disk.
 
-A job is compiled in a process of its own (`vishwamai.aot.schedule.worker`), and what the analysis needs of the dump is
-kept under the job's fingerprint, compressed; the next call with the same program reads it from there.
+A program is compiled in the compiler's process (`aot.worker`), and what the analysis needs of the dump is kept under
+the program's fingerprint, compressed; the next call with the same program reads it from there.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import json
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
-import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from vishwamai.aot.compile import child, libtpu
+from vishwamai.aot.compile import libtpu
+from vishwamai.aot.compile.child import Child, Ended
 from vishwamai.aot.compile.diagnose import CompilerProblem, as_error
-from vishwamai.aot.schedule.job import Job
+from vishwamai.aot.compile.traced import Program
 from vishwamai.aot.schedule.simulate import Source
 from vishwamai.core import caches
 from vishwamai.core.errors import DeviceError, KernelError, VishwamaiError
@@ -33,7 +31,7 @@ from vishwamai.core.target import Target
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """What the compiler made of a job: the text of every program, and what the executable takes (as `Compiled` names
+    """The compiled form of a program: the text of each of its parts, and what the executable takes (as `Compiled` names
     it).
 
     `twins`: a fingerprint by instruction; those with the same one share one program's code.
@@ -88,8 +86,8 @@ def _text(file: pathlib.Path) -> str:
 
 
 def _keep(work: pathlib.Path, entry: pathlib.Path, spare: pathlib.Path) -> pathlib.Path:
-    """Moves what the analysis reads of a finished job into the cache, compressed, all at once; into `spare` where the
-    cache cannot be written.
+    """Moves what the analysis reads of a finished program into the cache, compressed, all at once; into `spare` where
+    the cache cannot be written.
 
     Returns:
         the directory that has it.
@@ -125,8 +123,8 @@ _DAMAGE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, z
 """What reading an entry raises of which parts are lost or overwritten."""
 
 
-def _load(entry: pathlib.Path, job: Job) -> Dump:
-    chip = Target.parse_chip(job.target)
+def _load(entry: pathlib.Path, program: Program) -> Dump:
+    chip = Target.parse_chip(program.target)
     result = json.loads(caches.opened((entry / "result.json").read_text()))
     if "rejected" in result:
         problem = result["problem"] and CompilerProblem(
@@ -135,7 +133,9 @@ def _load(entry: pathlib.Path, job: Job) -> Dump:
         raise as_error(problem, result["rejected"])
     sources = read_sources(entry)
     if not sources:
-        raise _NoBundles(f"libtpu {libtpu.versions()['libtpu']} wrote no bundles for {job.target}; 0.0.51 is known to.")
+        raise _NoBundles(
+            f"libtpu {libtpu.versions()['libtpu']} wrote no bundles for {program.target}; 0.0.51 is known to."
+        )
     return Dump(
         chip,
         sources,
@@ -147,123 +147,58 @@ def _load(entry: pathlib.Path, job: Job) -> Dump:
     )
 
 
-class _Workers:
-    """The compiler processes of a call, which end with it."""
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen[str]] = set()
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def run(self, command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[int, str]:
-        """Runs a process to its end.
-
-        Returns:
-            its exit status and what it wrote to standard error.
-
-        Raises:
-            subprocess.TimeoutExpired: it was killed after `timeout` seconds.
-        """
-        with self._lock:
-            if self._stopped:
-                raise InterruptedError("the call that asked for it has ended")
-            process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
-            )
-            self._running.add(process)
-        try:
-            _, output = process.communicate(timeout=timeout)
-        finally:
-            process.kill()  # does nothing to one that has ended
-            process.wait()
-            with self._lock:
-                self._running.discard(process)
-        return process.returncode, output
-
-    def stop(self) -> None:
-        """Ends what runs, and starts no more."""
-        with self._lock:
-            self._stopped = True
-            for process in self._running:
-                process.kill()
-
-
 def _compile(
-    jobs: Sequence[Job], entries_at: Sequence[pathlib.Path], spare: pathlib.Path, timeout: float, workers: _Workers
+    programs: Sequence[Program], entries: Sequence[pathlib.Path], spare: pathlib.Path, child: Child
 ) -> tuple[dict[str, pathlib.Path], dict[str, str]]:
-    """Compiles jobs in one worker, and goes on in a new one where libtpu ends the process.
+    """Compiles programs in one process, and goes on in a new one where libtpu ends it.
 
     Returns:
-        by fingerprint, where a job's dump is; and what a job's process said before it ended. That is not kept: it need
-        not happen again.
+        by fingerprint, where a program's dump is; and what a program's process said before it ended. That is not kept:
+        it need not happen again.
     """
     dumps: dict[str, pathlib.Path] = {}
     crashed: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="vishwamai-aot-") as temporary:
-        root = pathlib.Path(temporary)
-        pending = list(range(len(jobs)))
-        for index in pending:
-            (root / f"job{index}").mkdir()
-            (root / f"job{index}.blob").write_bytes(jobs[index].blob)
-        while pending:
-            output = _run_worker(root, [(i, jobs[i]) for i in pending], timeout, workers)
-            results = {i: root / f"job{i}" / "result.json" for i in pending}
-            done = [i for i in pending if results[i].exists()]
-            for index in done:
-                result = json.loads(results[index].read_text())
-                if "crashed" in result:
-                    crashed[jobs[index].fingerprint] = result["crashed"]
-                else:
-                    dumps[jobs[index].fingerprint] = _keep(root / f"job{index}", entries_at[index], spare)
-            pending = [i for i in pending if i not in done]
-            if pending:  # the first one left is what the worker died of
-                crashed[jobs[pending.pop(0)].fingerprint] = output
+    with tempfile.TemporaryDirectory(prefix="vishwamai-aot-") as temporary, child:
+        bundles = pathlib.Path(temporary, "dump")
+        child.options = dump_flags(bundles)
+        for index, (program, entry) in enumerate(zip(programs, entries)):
+            shutil.rmtree(bundles, ignore_errors=True)  # of a process that ended
+            out = pathlib.Path(temporary, f"program{index}")
+            for directory in (bundles, out):
+                directory.mkdir()
+            try:
+                answer = child.ask({**program.question(out), "bundles": str(bundles), "out": str(out)})
+            except Ended as end:
+                crashed[program.fingerprint] = str(end)
+                continue
+            (out / "result.json").write_text(json.dumps(answer))
+            dumps[program.fingerprint] = _keep(out, entry, spare)
     return dumps, crashed
 
 
-def _run_worker(root: pathlib.Path, jobs: Sequence[tuple[int, Job]], timeout: float, workers: _Workers) -> str:
-    dump_directory = root / "dump"
-    shutil.rmtree(dump_directory, ignore_errors=True)
-    dump_directory.mkdir()
-    entries = [
-        {
-            "blob": str(root / f"job{i}.blob"),
-            "target": job.target,
-            "options": dict(job.options),
-            "out": str(root / f"job{i}"),
-        }
-        for i, job in jobs
-    ]
-    (root / "jobs.json").write_text(json.dumps({"dump": str(dump_directory), "jobs": entries}))
-    command = [sys.executable, "-m", "vishwamai.aot.schedule.worker", str(root / "jobs.json")]
-    try:
-        status, stderr = workers.run(command, child.environment(dump_flags(dump_directory)), timeout)
-    except subprocess.TimeoutExpired:
-        return f"the compiler took longer than {timeout:.0f} s"
-    return f"the compiler's process ended {child.ending(status)}: {child.last_words(stderr)}"
+def dump_many(programs: Sequence[Program], timeout: float = 900.0, workers: int = 1) -> Iterator[Dump | VishwamaiError]:
+    """The dumps of several programs, in order, by up to `workers` compiler processes.
 
-
-def dump_many(jobs: Sequence[Job], timeout: float = 900.0, workers: int = 1) -> Iterator[Dump | VishwamaiError]:
-    """The dumps of several jobs, in order, by up to `workers` compiler processes; a job that is rejected gives its
-    exception instead. What the cache has is read from there, and an entry that is damaged is made again. An exception
-    that reaches this call, an interrupt among them, ends the processes and removes their files.
+    A program that is rejected gives its exception instead. What the cache has is read from there, and an entry that is
+    damaged is made again. An exception that reaches this call, an interrupt among them, ends the processes and removes
+    their files.
     """
     cache = caches.cache_directory("aot")
     with tempfile.TemporaryDirectory(prefix="vishwamai-aot-kept-") as temporary:
         spare = pathlib.Path(temporary)
         if cache is None:
             caches.warn_once(f"the compiler's programs are not kept: {caches.no_directory('aot')}.")
-        paths = [(cache or spare) / job.fingerprint for job in jobs]
+        paths = [(cache or spare) / program.fingerprint for program in programs]
         missing = [i for i, entry in enumerate(paths) if not _is_file(entry / "result.json")]
         outcomes, crashed = _compile_all(
-            [jobs[i] for i in missing], [paths[i] for i in missing], spare, timeout, workers
+            [programs[i] for i in missing], [paths[i] for i in missing], spare, timeout, workers
         )
-        for job, entry in zip(jobs, paths):
-            if job.fingerprint in crashed:
-                yield KernelError(f"compiling for {job.target} failed: {crashed[job.fingerprint]}")
+        for program, entry in zip(programs, paths):
+            if program.fingerprint in crashed:
+                yield KernelError(f"compiling for {program.target} failed: {crashed[program.fingerprint]}")
                 continue
             try:
-                yield _load_or_heal(outcomes.get(job.fingerprint), entry, job, spare, timeout)
+                yield _load_or_heal(outcomes.get(program.fingerprint), entry, program, spare, timeout)
             except VishwamaiError as error:
                 yield error
 
@@ -277,20 +212,21 @@ def _is_file(path: pathlib.Path) -> bool:
 
 
 def _compile_all(
-    jobs: Sequence[Job], entries_at: Sequence[pathlib.Path], spare: pathlib.Path, timeout: float, workers: int
+    programs: Sequence[Program], entries: Sequence[pathlib.Path], spare: pathlib.Path, timeout: float, workers: int
 ) -> tuple[dict[str, pathlib.Path], dict[str, str]]:
     """`_compile` by several processes."""
     dumps: dict[str, pathlib.Path] = {}
     crashed: dict[str, str] = {}
-    if not jobs:
+    if not programs:
         return dumps, crashed
-    for entry in entries_at:  # what is left of a damaged one
+    for entry in entries:  # what is left of a damaged one
         shutil.rmtree(entry, ignore_errors=True)
-    running, count = _Workers(), min(workers, len(jobs))
+    count = min(workers, len(programs))
+    children = [Child(timeout) for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:
         try:
             parts = [
-                pool.submit(_compile, jobs[start::count], entries_at[start::count], spare, timeout, running)
+                pool.submit(_compile, programs[start::count], entries[start::count], spare, children[start])
                 for start in range(count)
             ]
             for part in parts:
@@ -298,37 +234,38 @@ def _compile_all(
                 dumps |= part_dumps
                 crashed |= part_crashes
         except BaseException:
-            running.stop()
+            for child in children:
+                child.kill()
             raise
     caches.trim("aot")
     return dumps, crashed
 
 
 def _load_or_heal(
-    fresh: pathlib.Path | None, entry: pathlib.Path, job: Job, spare: pathlib.Path, timeout: float
+    fresh: pathlib.Path | None, entry: pathlib.Path, program: Program, spare: pathlib.Path, timeout: float
 ) -> Dump:
-    """The dump of a job: of `fresh`, where it was compiled just now, else of the cache, which may be damaged."""
+    """The dump of a program: of `fresh`, where it was compiled just now, else of the cache, which may be damaged."""
     if fresh is not None:
-        return _load(fresh, job)
+        return _load(fresh, program)
     try:
-        return _load(entry, job)
+        return _load(entry, program)
     except _DAMAGE as error:
         if isinstance(error, VishwamaiError) and not isinstance(error, _NoBundles):
             raise
         caches.warn_once(f"{entry} is damaged ({type(error).__name__}: {error}); the program is compiled again.")
-    made_again, crashed = _compile_all([job], [entry], spare, timeout, 1)
-    if job.fingerprint in crashed:
-        raise KernelError(f"compiling for {job.target} failed: {crashed[job.fingerprint]}")
-    return _load(made_again[job.fingerprint], job)
+    made_again, crashed = _compile_all([program], [entry], spare, timeout, 1)
+    if program.fingerprint in crashed:
+        raise KernelError(f"compiling for {program.target} failed: {crashed[program.fingerprint]}")
+    return _load(made_again[program.fingerprint], program)
 
 
-def dump(job: Job, timeout: float = 900.0) -> Dump:
-    """The dump of one job.
+def dump(program: Program, timeout: float = 900.0) -> Dump:
+    """The dump of one program.
 
     Raises:
         DeviceError, UnsupportedError, KernelError: the compiler rejects, in the words of `compile_for`.
     """
-    (result,) = dump_many([job], timeout)
+    (result,) = dump_many([program], timeout)
     if isinstance(result, Exception):
         raise result
     return result

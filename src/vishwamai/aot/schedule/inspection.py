@@ -15,16 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options_of
+from vishwamai.aot.compile.traced import Program, trace_call
 from vishwamai.aot.schedule import report, text
 from vishwamai.aot.schedule.advice import advise
 from vishwamai.aot.schedule.dump import Dump, dump, dump_many
 from vishwamai.aot.schedule.estimate import ScheduleEstimate
-from vishwamai.aot.schedule.job import Job, prepare
 from vishwamai.aot.schedule.roofline import roofline
 from vishwamai.aot.schedule.simulate import simulate
 from vishwamai.aot.schedule.times import TOP
 from vishwamai.core.arguments import checked
-from vishwamai.core.errors import ShapeError, VishwamaiError
+from vishwamai.core.errors import ShapeError, UnsupportedError, VishwamaiError
+from vishwamai.core.target import Target, devices_of
 
 __all__ = ["Inspection", "KernelSchedule", "inspect", "inspect_many"]
 
@@ -85,8 +86,33 @@ def _custom_calls(dump: Dump) -> frozenset[str]:
     return frozenset(re.findall(r"/\* %([\w.\-]+) = custom-call\(", top.bundles)) if top else frozenset()
 
 
-def schedule_of(case: Inspection, job: Job, dump: Dump) -> KernelSchedule:
-    simulation = simulate(dump.sources, dump.chip, job.operand_values, dump.twins)
+def check_one_device(caller: str, target: str) -> None:
+    """Raises UnsupportedError, which names `caller`, where a target has several devices."""
+    if devices_of(target) > 1:
+        raise UnsupportedError(
+            f"{caller}: target {target!r} is a slice, and schedules count no communication; pass a chip and the part "
+            "of one device, or take vishwamai.planning.step_time, which adds the collectives."
+        )
+
+
+def prepare(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: str,
+    options: Mapping[str, str] | None = None,
+) -> Program:
+    """Traces `fn(*args, **kwargs)` for one device, to be compiled with `options`.
+
+    Raises:
+        UnsupportedError: the target is a slice of several devices; or as `trace_call`.
+    """
+    check_one_device("inspect", Target.parse_tpu(target).name or target)
+    return trace_call(fn, args, kwargs, target).with_options(options or {})
+
+
+def schedule_of(case: Inspection, program: Program, dump: Dump) -> KernelSchedule:
+    simulation = simulate(dump.sources, dump.chip, program.scalars, dump.twins)
     issued = sum(simulation.flops.values())
     xla_flops = dump.cost.get("flops") or 0.0
     if case.flops is not None:
@@ -99,7 +125,7 @@ def schedule_of(case: Inspection, job: Job, dump: Dump) -> KernelSchedule:
     # float32 products are several bfloat16 passes: as issued they run at that rate, as useful work at a sixth of it.
     kinds = simulation.flops or {"bf16": 1.0}
     dtype = case.dtype or max(kinds, key=lambda kind: kinds[kind]).replace("f32", "bf16")
-    nbytes = float(job.io_bytes) if case.nbytes is None else case.nbytes
+    nbytes = float(program.io_bytes) if case.nbytes is None else case.nbytes
     return KernelSchedule(
         name=case.name or getattr(case.fn, "__name__", "program"),
         target=case.target,
@@ -154,8 +180,8 @@ def inspect(
     """
     options = compiler_options_of("inspect", compiler_options)
     case = Inspection(fn, args, kwargs or {}, target, flops, nbytes, dtype, name)
-    job = prepare(fn, args, case.kwargs, target, options)
-    return schedule_of(case, job, dump(job))
+    program = prepare(fn, args, case.kwargs, target, options)
+    return schedule_of(case, program, dump(program))
 
 
 _WEEK = 7 * 24 * 3600.0
@@ -186,19 +212,19 @@ def inspect_many(
         )
     if not cases:
         raise ShapeError("inspect_many: `cases` is empty; pass at least one Inspection.")
-    jobs = [_prepared(case) for case in cases]
-    dumps = dump_many([job for job in jobs if isinstance(job, Job)], timeout, workers)
+    programs = [_prepared(case) for case in cases]
+    dumps = dump_many([program for program in programs if isinstance(program, Program)], timeout, workers)
     results: list[KernelSchedule | VishwamaiError] = []
-    for case, job in zip(cases, jobs):
-        if isinstance(job, Job):
+    for case, program in zip(cases, programs):
+        if isinstance(program, Program):
             dump = next(dumps)
-            results.append(dump if isinstance(dump, VishwamaiError) else schedule_of(case, job, dump))
+            results.append(dump if isinstance(dump, VishwamaiError) else schedule_of(case, program, dump))
         else:
-            results.append(job)
+            results.append(program)
     return results
 
 
-def _prepared(case: Inspection) -> Job | VishwamaiError:
+def _prepared(case: Inspection) -> Program | VishwamaiError:
     try:
         options = compiler_options_of("inspect_many", case.compiler_options)
         return prepare(case.fn, case.args, case.kwargs, case.target, options)

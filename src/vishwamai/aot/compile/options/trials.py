@@ -1,8 +1,6 @@
-"""Asks JAX and the TPU compiler about options; runs as its own process,
-`python -m vishwamai.aot.compile.options.worker`.
+"""Tries options of JAX and of the TPU compiler, in the compiler's process.
 
-A wrong value can end libtpu's process, and JAX's options are global; so both are tried here. Every line of standard
-input is a request in JSON, and gets a line on standard output.
+A wrong value can end libtpu's process, and JAX's options are global; so both are tried there alone.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.aot.compile import child, libtpu
+from vishwamai.aot.compile import libtpu
 
 TARGET = "v5e"
 """The chip that options are tried for."""
@@ -91,7 +89,3 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     if "setting" in request:
         return _setting(request["setting"], request["value"])
     return {"refused": _refusal(request["together"])}
-
-
-if __name__ == "__main__":
-    child.answer_lines(answer)

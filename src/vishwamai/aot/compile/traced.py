@@ -1,12 +1,16 @@
-"""A program to be planned: traced here for its target, and serialised for the compiler's process."""
+"""A traced program: exported here for its target, and serialised for the compiler's process."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import pathlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,17 +19,19 @@ from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.aot.compile import libtpu
+from vishwamai.aot.compile.child import Question
+from vishwamai.aot.compile.known import scalar_operands
 from vishwamai.aot.compile.program import in_words, place, tracing_for
-from vishwamai.aot.schedule.job import exact_export, integers, over_arrays
-from vishwamai.aot.schedule.known import scalar_operands
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.installing import install_line
 from vishwamai.core.target import Target
 
 ScalarOperands = Mapping[str, Sequence[Mapping[int, np.ndarray]]]
 
-FORMAT = 1
-"""Counts up when what the compiler's process answers changes."""
+FORMAT = 5
+"""Counts up when what the compiler's process answers, or what the cache has of it, changes."""
+
+_EXPORTING = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Program:
       blob: the serialised export over the flat array arguments.
       arguments: the arrays, in the blob's order.
       fingerprint: digest of the program, the target and the versions that compile it.
+      result_bytes: bytes of the results, of all devices together.
       read_scalars: computes `scalars`.
       ticks: the table of the schedule by which the stages of a pipeline run, `parallel.pipeline.ticks.Ticks.table`.
       options: options of the compiler, with which the program is compiled.
@@ -64,6 +71,7 @@ class Program:
     blob: bytes = dataclasses.field(repr=False)
     arguments: tuple[Argument, ...] = dataclasses.field(repr=False)
     fingerprint: str = ""
+    result_bytes: int = 0
     read_scalars: Callable[[], ScalarOperands] = dataclasses.field(default=dict, repr=False, compare=False)
     ticks: np.ndarray | None = dataclasses.field(default=None, repr=False, compare=False)
     options: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
@@ -76,12 +84,30 @@ class Program:
         return self.read_scalars()
 
     def with_options(self, options: Mapping[str, str]) -> Program:
-        """The program, compiled with options of the compiler."""
+        """The program of a trace, to be compiled with options of the compiler."""
+        assert not self.options, "its fingerprint has options"
         if not options:
             return self
         text = json.dumps([self.fingerprint, sorted(options.items())])
         fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
         return dataclasses.replace(self, options=dict(options), fingerprint=fingerprint)
+
+    def question(self, directory: pathlib.Path) -> Question:
+        """What the compiler's process is asked about the program (`aot.worker`); its export lies in a directory."""
+        blob = directory / "program"
+        blob.write_bytes(self.blob)
+        return {
+            "blob": str(blob),
+            "target": self.target,
+            "donated": [argument.donated for argument in self.arguments],
+            "places": [argument.place for argument in self.arguments],
+            "options": dict(self.options),
+        }
+
+    @property
+    def io_bytes(self) -> int:
+        """Bytes of the arguments and results of a program for one device."""
+        return sum(argument.nbytes for argument in self.arguments) + self.result_bytes
 
     @property
     def limit(self) -> int:
@@ -100,27 +126,33 @@ def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Pro
       UnsupportedError: Pallas cannot lower a kernel.
       Whatever `fn` raises while it is traced.
     """
+    return trace_call(fn, args, kwargs, target)
+
+
+def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], target: str) -> Program:
+    """`trace`, with the arguments of `fn` as a sequence and a mapping."""
     target = Target.parse_tpu(target).name or target
     chip = Target.parse_chip(target)
-    operands = jax.tree.leaves((args, kwargs))
-    args, kwargs = _one_mesh(place((args, kwargs), target))
+    call = tuple(args), dict(kwargs)
+    operands = jax.tree.leaves(call)
+    args, kwargs = _one_mesh(place(call, target))
     with tracing_for(target), in_words(chip):
         donated = _donated(fn, args, kwargs)
         leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
         arrays = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-        flat = over_arrays(fn, [leaf for _, leaf in leaves], tree, arrays)
+        flat = _over_arrays(fn, [leaf for _, leaf in leaves], tree, arrays)
         many = len(libtpu.devices_for(target)) > 1
         shapes = [leaves[i][1] for i in arrays]
         if not many:
             shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, weak_type=s.weak_type) for s in shapes]
         jitted = jax.jit(flat)
-        jaxpr, values = jitted.trace(*shapes).jaxpr, integers([operands[i] for i in arrays])
-        with exact_export():
+        jaxpr, values = jitted.trace(*shapes).jaxpr, _integers([operands[i] for i in arrays])
+        with _exact_export():
             exported = export.export(jitted, platforms=["tpu"])(*shapes)
     try:
         blob = bytes(exported.serialize())
     except ImportError as error:
-        raise DeviceError(f"planning a program needs flatbuffers: {install_line('aot')} ({error}).") from error
+        raise DeviceError(f"exporting a program needs flatbuffers: {install_line('aot')} ({error}).") from error
     arguments = tuple(
         Argument(
             _path(leaves[i][0]),
@@ -133,9 +165,52 @@ def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Pro
     digest = hashlib.sha256(exported.mlir_module_serialized)
     about = [FORMAT, target, libtpu.identity(), [(a.donated, a.place) for a in arguments]]
     digest.update(json.dumps(about, sort_keys=True).encode())
-    return Program(
-        flat.__name__, target, blob, arguments, digest.hexdigest()[:32], lambda: scalar_operands(jaxpr, values)
-    )
+    results = sum(_size(result.shape, result.dtype) for result in exported.out_avals)
+    fingerprint = digest.hexdigest()[:32]
+    return Program(flat.__name__, target, blob, arguments, fingerprint, results, lambda: scalar_operands(jaxpr, values))
+
+
+@contextlib.contextmanager
+def _exact_export() -> Iterator[None]:
+    """Exports the program as jit would lower it, and the same program always as the same bytes.
+
+    An export otherwise keeps to older forms for older compilers; and the places in the source that every operation
+    carries hold the whole stack of callers, of which only the innermost says anything here.
+    """
+    settings = {"jax_export_ignore_forward_compatibility": True, "jax_traceback_in_locations_limit": 1}
+    with _EXPORTING:
+        before = {name: getattr(jax.config, name) for name in settings}
+        try:
+            for name, value in settings.items():
+                jax.config.update(name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+
+
+def _over_arrays(fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, arrays: Sequence[int]) -> Callable[..., Any]:
+    """`fn` as a function of the arrays among its arguments alone, which gives a tuple of arrays.
+
+    Args:
+        leaves, tree: the flattened pair of positional and keyword arguments; `arrays`: which of the leaves are arrays.
+    """
+
+    def flat(*values: Any) -> tuple[Any, ...]:
+        filled = list(leaves)
+        for index, value in zip(arrays, values):
+            filled[index] = value
+        positional, named = jax.tree.unflatten(tree, filled)
+        return tuple(jax.tree.leaves(fn(*positional, **named)))
+
+    flat.__name__ = getattr(fn, "__name__", "program").replace("<lambda>", "program")
+    return flat
+
+
+def _integers(arrays: Sequence[Any]) -> dict[int, np.ndarray]:
+    """Those of a function's flat arguments that are arrays of integers, not shapes alone, by position."""
+    arrays_by_place = {i: x for i, x in enumerate(arrays) if isinstance(x, (np.ndarray, jax.Array))}
+    return {i: np.asarray(x) for i, x in arrays_by_place.items() if np.issubdtype(x.dtype, np.integer)}
 
 
 def _donated(fn: Any, args: Any, kwargs: Any) -> set[str]:
@@ -154,8 +229,11 @@ def _path(path: Any) -> str:
 
 
 def _nbytes(leaf: Any) -> int:
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    return int(np.prod(shape, dtype=np.int64)) * getattr(leaf.dtype, "itemsize", 4)
+    return _size(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+
+
+def _size(shape: Sequence[int], dtype: Any) -> int:
+    return math.prod(shape) * getattr(dtype, "itemsize", 4)
 
 
 def _one_mesh(tree: Any) -> Any:
