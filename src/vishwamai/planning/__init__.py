@@ -3,10 +3,11 @@
 Three levels: "analytic" (formulas), "probe" (the compiler's answer without a full compilation) and "verified" (the
 compiled program).
 
-Figures keep their level (`figures`). Programs: `training`, `serving`; the compiler's answers: `compiler`. Memory: `analytic`, `residuals`, `stages`, `allocation`, `peak`, `usage`. Time: `speed`,
-`exchange`, `mesh_links`, `program_time`, `timeline`, `collectives`, `published` (the range of published steps),
-`calibrate`, `calibration`. Choice: `search`, `batch`, `diagnosis`, `advice`, `controller`, `flags`. `__all__` has the
-names that docs/api.md promises; the others serve this library.
+Figures keep their level (`figures`). Programs: `training`, `serving`; the compiler's answers: `compiler`. Memory:
+`analytic`, `residuals`, `stages`, `allocation`, `peak`, `usage`. Time: `speed`, `exchange`, `mesh_links`,
+`program_time`, `timeline`, `collectives`, `published` (the range of published steps), `calibrate`, `calibration`.
+Choice: `search`, `batch`, `diagnosis`, `advice`, `controller`, `flags`. `__all__` has the names that docs/api.md
+promises; the others serve this library.
 """
 
 from __future__ import annotations
