@@ -18,6 +18,7 @@ import uvicorn
 
 from models_peer import Peer
 from vishwamai.inference.server.app import make_app
+from vishwamai.inference.server.connections import LimitedProtocol
 from vishwamai.inference.server.service import Settings
 
 TEMPLATE = (
@@ -90,12 +91,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(engine: Any, settings: Settings, embed: Any = None) -> Iterator[str]:
-    """The address of a server in this process."""
+def serving(engine: Any, settings: Settings, embed: Any = None, **options: Any) -> Iterator[str]:
+    """The address of a server in this process, by `vishwamai serve`'s protocol; `options` are uvicorn's."""
     port = free_port()
-    server = uvicorn.Server(
-        uvicorn.Config(make_app(engine, settings, embed), port=port, log_level="warning", timeout_graceful_shutdown=5)
-    )
+    options = {"log_level": "warning", "timeout_graceful_shutdown": 5, "http": LimitedProtocol, **options}
+    server = uvicorn.Server(uvicorn.Config(make_app(engine, settings, embed), port=port, **options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

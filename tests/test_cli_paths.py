@@ -20,6 +20,8 @@ READ = {
         ("serve", "encoder"),
         ("serve", "api_key_file"),
         ("serve", "adapter_folder"),
+        ("serve", "ssl_certfile"),
+        ("serve", "ssl_keyfile"),
     ),
     *(("evaluate", "directory"), ("evaluate", "text")),
     *(("calibrate", "use"), ("calibrate", "show")),

@@ -83,7 +83,7 @@ def test_greedy_and_seeded_tokens_are_those_without_a_draft(plain, engine):
     for ours, theirs in zip(answers[-1].logprobs, expected[-1].logprobs, strict=True):
         assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert engine.idle and engine.scheduler.pool.available == 13
-    shown = {metric.name: metric.samples[0].value for metric in Metrics(engine).collect() if metric.samples}
+    shown = {metric.name: metric.samples[0].value for metric in Metrics(engine, "tiny").collect() if metric.samples}
     assert shown["vishwamai_guesses_accepted_share"] == engine.statistics.accepted_share
 
 

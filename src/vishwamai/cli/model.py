@@ -65,6 +65,12 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     parser.add_argument("--max-sequences", type=int, default=sequences, metavar="N", help=f"at once ({sequences})")
     parser.add_argument("--mixed-tokens", type=int, metavar="N", help="tokens of a step that decodes too (a quarter)")
     parser.add_argument(
+        "--fit",
+        action="store_true",
+        help="choose the dtype of keys, the sequences and their length for the memory; --max-sequences, --max-length "
+        "and --kv-dtype bound the choice",
+    )
+    parser.add_argument(
         "--guesses", type=int, default=0, metavar="N", help="guess N tokens a step from the text itself (0)"
     )
     parser.add_argument(
@@ -185,11 +191,11 @@ def plan(arguments: argparse.Namespace, adapters: AdapterSizes | None = None) ->
     import jax
 
     from vishwamai.aot.compile import libtpu
-    from vishwamai.inference import plan_load
+    from vishwamai.inference import fit, plan_load
 
     libtpu.local_devices()
     keys = optimization(arguments)
-    load = plan_load(
+    load = (fit.fit_load if arguments.fit else plan_load)(
         arguments.directory,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
@@ -209,6 +215,8 @@ def plan(arguments: argparse.Namespace, adapters: AdapterSizes | None = None) ->
         optimization=keys,
     )
     say_optimization(keys, "serving", jax.device_count())
+    if arguments.fit:
+        say(fit.reason(load, arguments.max_sequences))
     say(f"loading {load}")
     return load
 
@@ -262,18 +270,29 @@ def load_encoder(directory: Path) -> Embedder:
     from vishwamai.aot.compile import libtpu
     from vishwamai.core.numbers import human
     from vishwamai.inference import Embedder
-    from vishwamai.models import SentenceEncoder, bert
+    from vishwamai.models import SentenceEncoder
+    from vishwamai.models.cross_encoder import CrossEncoder
     from vishwamai.models.embedding import longest_text
+    from vishwamai.models.encoder_tensors import stored_bytes
+    from vishwamai.models.encoders import is_cross_encoder, read_encoder_config
+    from vishwamai.models.sentence_files import read_sentence_files
+    from vishwamai.models.shards import read_index
 
     libtpu.local_devices()
     started = time.monotonic()
-    config = bert.BertConfig.from_file(directory / "config.json")
+    crossed = is_cross_encoder(directory)
+    folder = directory if crossed else read_sentence_files(directory).folder
+    config = read_encoder_config(folder)
+    use = "scores of pairs" if crossed else f"vectors of {config.hidden_size} numbers of texts"
     say(
-        f"loading bert, {config.num_hidden_layers} layers, from {directory}, in float32: "
-        f"{human(bert.parameter_bytes(config, 4))} planned for weights; vectors of {config.hidden_size} numbers of "
-        f"texts of at most {longest_text(directory, config)} tokens"
+        f"loading {config.model_type}, {config.num_hidden_layers} layers, from {directory}, in float32: "
+        f"{human(stored_bytes(read_index(folder), 4))} planned for weights; {use} of at most "
+        f"{longest_text(folder, config)} tokens"
     )
-    embedder = Embedder.of_encoder(SentenceEncoder.from_pretrained(directory))
+    if crossed:
+        embedder = Embedder.of_cross_encoder(CrossEncoder.from_pretrained(directory))
+    else:
+        embedder = Embedder.of_encoder(SentenceEncoder.from_pretrained(directory))
     embedder.compile(_progress([]))
     say(f"ready after {time.monotonic() - started:.1f} s")
     return embedder

@@ -5,7 +5,8 @@
   vishwamai serve HuggingFaceTB/SmolLM2-135M-Instruct
   vishwamai serve DIR --host 0.0.0.0 --api-key-file keys.txt --max-sequences 64
 
-DIR may be an encoder (BERT), which answers /v1/embeddings only; --encoder DIR serves one next to a decoder.
+DIR may be an encoder, which answers /v1/embeddings, /v1/score and /v1/rerank; --encoder DIR serves one next to a
+decoder.
 /v1/completions, /v1/chat/completions, /v1/embeddings and /v1/models are OpenAI's; /health, /ready and /metrics are for
 operators; / is a page to chat with the model. SIGTERM lets running answers end, for as long as --drain says.
 """
@@ -21,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli import generate, model
 from vishwamai.cli.address import check_address
+from vishwamai.cli.certificates import check_certificate
 from vishwamai.cli.function import CommandError
 from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
     from vishwamai.inference import Embedder, Engine
+    from vishwamai.inference.server.budgets import Key
     from vishwamai.models.adapters import AdapterSizes
 
 _NEEDED = (
@@ -62,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter-folder", type=Path, metavar="DIR", help="clients may load and unload adapters that are folders of it"
     )
-    parser.add_argument("--encoder", type=Path, metavar="MODEL", help="an encoder (BERT) for /v1/embeddings")
+    parser.add_argument("--encoder", type=Path, metavar="MODEL", help="an encoder for /v1/embeddings and /v1/score")
     parser.add_argument(
         "--pooling", choices=("mean", "last"), help="/v1/embeddings by the decoder: vectors from its tokens' states"
     )
@@ -70,8 +73,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="keys, one to a line, # begins a comment; without: none is asked",
+        help="keys, one to a line, with name=... and limits such as tokens_per_minute=...; # begins a comment; "
+        "without: none is asked",
     )
+    parser.add_argument("--ssl-certfile", type=Path, metavar="PEM", help="the certificate: serve HTTPS")
+    parser.add_argument("--ssl-keyfile", type=Path, metavar="PEM", help="its private key (in the certificate's file)")
     parser.add_argument(
         "--allowed-host",
         action="append",
@@ -113,6 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     if missing:
         raise CommandError(f"serve needs {', '.join(missing)}: {install_line('serve')}.")
     keys = _keys(arguments.api_key_file)
+    check_certificate(arguments.ssl_certfile, arguments.ssl_keyfile)
     if arguments.encoder is not None and arguments.pooling is not None:
         raise CommandError("--encoder and --pooling both name what computes /v1/embeddings; pass one of them.")
     parsers = _parsers(arguments)
@@ -152,6 +159,8 @@ def run(arguments: argparse.Namespace) -> int:
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=max(1, int(arguments.drain)),
+        ssl_certfile=arguments.ssl_certfile,
+        ssl_keyfile=arguments.ssl_keyfile,
     )
     server = uvicorn.Server(config)
     if not keys and not guards.is_loopback(arguments.host):
@@ -171,7 +180,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | None, tuple[str, ...], dict[str, Any]]:
     """The engine and the encoder, what clients call them, and the model's own options of sampling."""
-    from vishwamai.inference.loading import is_encoder
+    from vishwamai.models.encoders import is_encoder
 
     arguments.directory, name = model.fetch(arguments.directory)
     name = arguments.name or name
@@ -244,16 +253,20 @@ def _parsers(arguments: argparse.Namespace) -> tuple[str | None, str | None]:
     return arguments.tool_parser, arguments.reasoning_parser
 
 
-def _keys(path: Path | None) -> tuple[str, ...]:
+def _keys(path: Path | None) -> tuple[Key, ...]:
     if path is None:
         return ()
+    from vishwamai.inference.server.budgets import Key
+
     try:
         lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-        keys = tuple(line for line in lines if line and not line.startswith("#"))
+        keys = tuple(Key.parse(line) for line in lines if line and not line.startswith("#"))
         if path.stat().st_mode & 0o077:
             model.warn(f"other users may read {path}; run chmod 600 on it")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"--api-key-file {path} cannot be read: {error}; pass a text file, a key a line.") from error
+    except VishwamaiError as error:
+        raise CommandError(f"--api-key-file {path}: {error}") from error
     if not keys:
         raise CommandError(f"--api-key-file {path} has no key; write one to a line.")
     return keys

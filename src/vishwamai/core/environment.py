@@ -40,7 +40,7 @@ VARIABLES = (
         "VISHWAMAI_WEIGHTS_CACHE",
         "`~/.cache/vishwamai/weights`",
         "The directory for weights that `generate` and `serve` have packed for a CPU.",
-        "serving.md",
+        "serving-operations.md",
     ),
     Variable(
         "VISHWAMAI_CACHE_MIB",
@@ -52,7 +52,7 @@ VARIABLES = (
         "JAX_COMPILATION_CACHE_DIR",
         "`~/.cache/vishwamai/jax`",
         "JAX's own: the directory for compiled programs of `generate` and `serve`.",
-        "serving.md",
+        "serving-operations.md",
     ),
     Variable(
         "XDG_CACHE_HOME",

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.models.adapters import AdapterSizes, Thin, read_adapter
+from vishwamai.models.adapters import AdapterSizes, Place, Thin, read_adapter
 
 if TYPE_CHECKING:
     from vishwamai.models import Decoder
 
-Matrices = dict[str, tuple[Any, Any]]
+Matrices = dict[Place, tuple[Any, Any]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,14 +60,19 @@ class Adapters:
         self._names: dict[str, Adapter] = {}
         self._numbers = itertools.count(1)
         self.matrices: Matrices = {
-            path: (jnp.zeros(down, model.dtype), jnp.zeros(up, model.dtype))
-            for path, (down, up) in sizes.shapes(model.config).items()
+            where: (jnp.zeros(down, model.dtype), jnp.zeros(up, model.dtype))
+            for where, (down, up) in sizes.shapes(model.config).items()
         }
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of those that are loaded."""
         return tuple(self._names)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Names of those that answers compute with, or wait for."""
+        return tuple(name for name, entry in tuple(self._names.items()) if entry.users)
 
     def load(self, name: str, directory: str | Path) -> None:
         """Loads an adapter as peft writes it, in the place of one that was unloaded.
@@ -104,8 +109,7 @@ class Adapters:
           ShapeError: none has that name.
         """
         with self._lock:
-            if self._names.pop(name, None) is None:
-                raise ShapeError(f"no adapter {name!r} is loaded; loaded are {', '.join(self._names) or 'none'}.")
+            del self._names[self._loaded(name).name]
 
     def take(self, name: str, answers: int) -> Adapter:
         """The adapter of a request, whose answers hold its place until `release`.
@@ -114,9 +118,7 @@ class Adapters:
           ShapeError: none has that name.
         """
         with self._lock:
-            entry = self._names.get(name)
-            if entry is None:
-                raise ShapeError(f"no adapter {name!r} is loaded; loaded are {', '.join(self._names) or 'none'}.")
+            entry = self._loaded(name)
             entry.users += answers
             return entry
 
@@ -125,20 +127,24 @@ class Adapters:
         with self._lock:
             adapter.users -= answers
 
+    def _loaded(self, name: str) -> Adapter:
+        if name not in self._names:
+            raise ShapeError(f"no adapter {name!r} is loaded; loaded are {', '.join(self._names) or 'none'}.")
+        return self._names[name]
+
     def _gone(self, entry: Adapter) -> bool:
         return not entry.users and self._names.get(entry.name) is not entry
 
-    def _placed(self, adapter: Mapping[tuple[int, str], Thin], place: int) -> Matrices:
+    def _placed(self, adapter: Mapping[Place, Thin], place: int) -> Matrices:
         """The matrices of all adapters with one of them in its place; a lower rank is filled up with zeros."""
         first, rank = place * self.sizes.rank, self.sizes.rank
         matrices: Matrices = {}
-        for path, (down, up) in self.matrices.items():
-            layer, name = path.split("/")
-            thin = adapter.get((int(layer), name))
+        for where, (down, up) in self.matrices.items():
+            thin = adapter.get(where)
             a, b = np.zeros((down.shape[0], rank), np.float32), np.zeros((rank, up.shape[1]), np.float32)
             if thin is not None:
                 a[:, : thin[0].shape[1]], b[: thin[1].shape[0]] = thin
-            matrices[path] = (
+            matrices[where] = (
                 down.at[:, first : first + rank].set(a.astype(down.dtype)),
                 up.at[first : first + rank].set(b.astype(up.dtype)),
             )

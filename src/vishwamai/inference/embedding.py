@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.optimization import Optimization
+from vishwamai.models.cross_encoder import CrossEncoder
 from vishwamai.models.embedding import SentenceEncoder, padded
 from vishwamai.models.pooling import Pooling
 
@@ -30,15 +31,25 @@ class Embedder:
     """Vectors of texts or token ids; any thread may call it.
 
     Args:
-      forward: (tokens, mask), both `[rows, length]`, to vectors `[rows, features]`; it is called with few shapes only.
+      forward: function of tokens and mask, both `[rows, length]`, to vectors `[rows, features]`, which is called with
+        few shapes only; that of a cross-encoder takes the types of tokens too.
       encode: texts to token ids, whole; None: texts are declined.
       max_tokens: bound of one text's tokens.
       vocab: token ids are below it.
+
+    Attributes:
+      prompts: texts that come before an input, by name.
+      default_prompt: name of the prompt where none is asked for, or None.
+      cross: the cross-encoder that judges pairs, in place of vectors; or None.
     """
+
+    prompts: Mapping[str, str] = {}
+    default_prompt: str | None = None
+    cross: CrossEncoder | None = None
 
     def __init__(
         self,
-        forward: Callable[[Any, Any], Any],
+        forward: Callable[..., Any],
         encode: Callable[[Sequence[str]], list[list[int]]] | None,
         max_tokens: int,
         vocab: int,
@@ -53,8 +64,17 @@ class Embedder:
 
     @classmethod
     def of_encoder(cls, encoder: SentenceEncoder) -> Embedder:
-        """Of a sentence encoder, with its own pooling."""
-        return cls(encoder, partial(encoder.ids, cut=False), encoder.max_tokens, encoder.config.vocab_size)
+        """Of a sentence encoder, with its own pooling and prompts."""
+        embedder = cls(encoder, partial(encoder.ids, cut=False), encoder.max_tokens, encoder.config.vocab_size)
+        embedder.prompts, embedder.default_prompt = encoder.prompts, encoder.default_prompt
+        return embedder
+
+    @classmethod
+    def of_cross_encoder(cls, encoder: CrossEncoder) -> Embedder:
+        """Of a cross-encoder: `scores` judges pairs of texts."""
+        embedder = cls(encoder, None, encoder.max_tokens, encoder.config.vocab_size)
+        embedder.cross = encoder
+        return embedder
 
     @classmethod
     def of_decoder(
@@ -120,7 +140,9 @@ class Embedder:
         for i, (rows, length) in enumerate(self.shapes):
             if on_program is not None:
                 on_program(i, total, f"embeddings of {rows} texts, {length} tokens")
-            jax.block_until_ready(self._forward(*map(jnp.asarray, padded([[0]], rows, length))))
+            arrays = padded([[0]], rows, length)
+            types = () if self.cross is None else (np.zeros_like(arrays[0]),)
+            jax.block_until_ready(self._forward(*map(jnp.asarray, (*arrays, *types))))
         if on_program is not None:
             on_program(total, total, "")
 
@@ -137,6 +159,37 @@ class Embedder:
           ShapeError: an input is empty, too long, a text without a tokenizer, or has an id that is not of the vocab.
         """
         ids = self.ids(inputs, truncate)
+        return self._computed(ids), sum(map(len, ids))
+
+    def scores(
+        self, pairs: Sequence[tuple[str, str]], truncate: int | None = None
+    ) -> tuple[Float[np.ndarray, " pairs"], int]:
+        """How well the texts of pairs go together, by the cross-encoder, and how many tokens were computed.
+
+        Args:
+          pairs: texts.
+          truncate: keep so many tokens of a pair at most; -1: as many as the model takes; None: more are an error.
+
+        Raises:
+          ShapeError: a pair is too long, or there is no cross-encoder.
+        """
+        if self.cross is None:
+            raise ShapeError("the encoder makes vectors; pairs are judged by a cross-encoder.")
+        if truncate is None:
+            ids, types = self.cross.pairs(pairs)
+            longest = max(range(len(ids)), key=lambda i: len(ids[i]))
+            if len(ids[longest]) > self.max_tokens:
+                raise ShapeError(
+                    f"pair {longest} has {len(ids[longest])} tokens, but the model takes {self.max_tokens}; shorten "
+                    "it, or pass `truncate_prompt_tokens` = -1 to cut it."
+                )
+        else:
+            most = self.max_tokens if truncate == -1 else min(truncate, self.max_tokens)
+            ids, types = self.cross.cut(pairs, max(most, self.cross.special_tokens))
+        return self._computed(ids, types)[:, 0], sum(map(len, ids))
+
+    def _computed(self, ids: Sequence[list[int]], types: Sequence[list[int]] | None = None) -> Any:
+        """What the model computes of each text, float32; texts of like length share a batch."""
         out: list[Any] = [None] * len(ids)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         while order:
@@ -144,12 +197,15 @@ class Embedder:
             most = max(1, min(_ROWS, _TOKENS // length))
             group = [i for i in order[:most] if len(ids[i]) <= length]
             order = order[len(group) :]
-            arrays = padded([ids[i] for i in group], 1 if len(group) == 1 else most, length)
+            rows = 1 if len(group) == 1 else most
+            arrays: Any = padded([ids[i] for i in group], rows, length)
+            if types is not None:
+                arrays = (*arrays, padded([types[i] for i in group], rows, length)[0])
             with self._lock:
                 vectors = np.asarray(self._forward(*map(jnp.asarray, arrays)), np.float32)
             for row, i in enumerate(group):
                 out[i] = vectors[row]
-        return np.stack(out), sum(map(len, ids))
+        return np.stack(out)
 
     def ids(self, inputs: Sequence[str | Sequence[int]], truncate: int | None = None) -> list[list[int]]:
         """Token ids of inputs; see `__call__`."""

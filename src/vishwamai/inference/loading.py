@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from vishwamai.core import ffi
 from vishwamai.core.arguments import checked
-from vishwamai.core.errors import DeviceError, ShapeError
+from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
 from vishwamai.inference.drafting import check_draft
@@ -24,11 +24,11 @@ from vishwamai.inference.mesh import serving_mesh, serving_rules
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.prompts import Prompts
 from vishwamai.models.adapters import AdapterSizes
+from vishwamai.models.attend import NO_STEPS
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.generation import GenerationConfig, read_generation_config
 from vishwamai.models.gguf import model_directory
 from vishwamai.models.shards import read_index
-from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -347,7 +347,10 @@ def _smaller(quantize: str | None) -> str:
 def _read(directory: Path) -> ModelConfig:
     if not directory.is_dir():
         raise ShapeError(f"{directory}: expected a directory with config.json and safetensors files.")
-    return read_config(directory)
+    config = read_config(directory)
+    if config.bidirectional:
+        raise UnsupportedError(f"{directory}: {NO_STEPS}")
+    return config
 
 
 def _read_draft(directory: Path, model: Path, config: ModelConfig, drafts: int, max_length: int) -> ModelConfig:
@@ -382,12 +385,6 @@ def _of_directory(quantize: str | None, directory: Path, model: Path) -> str | N
     from vishwamai.models.storage import KEEP
 
     return None if quantize == KEEP and directory != model and not is_quantized(directory) else quantize
-
-
-def is_encoder(directory: Path) -> bool:
-    """Whether a directory's `config.json` is an encoder's (`vishwamai.models.SentenceEncoder`)."""
-    path = directory / "config.json"
-    return path.exists() and read_json(path).get("model_type") == "bert"
 
 
 def _available() -> int | None:

@@ -43,11 +43,14 @@ _PLAIN: Mapping[str, Any] = {
 }
 """What the settings of an adapter that is served say, where they say it."""
 
+Place = tuple[int, str]
+"""A layer's number, and the name of one of its parameters."""
+
 Thin = tuple[np.ndarray, np.ndarray]
 """`[in, rank]`, and `[rank, out]` with the scale in it; float32."""
 
 
-def read_adapter(directory: str | Path, config: ModelConfig) -> dict[tuple[int, str], Thin]:
+def read_adapter(directory: str | Path, config: ModelConfig) -> dict[Place, Thin]:
     """The matrices of an adapter by layer and parameter: `adapter_config.json` and `adapter_model.safetensors`.
 
     Args:
@@ -71,7 +74,7 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> dict[tuple[int, 
             )
     tensors = read_header(path)
     places = _places(config)
-    adapter: dict[tuple[int, str], Thin] = {}
+    adapter: dict[Place, Thin] = {}
     used: set[str] = set()
     for (layer, name), (where, shape) in places.items():
         module = where.tensors[0].removesuffix(".weight")
@@ -99,7 +102,7 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> dict[tuple[int, 
     return adapter
 
 
-def _places(config: ModelConfig) -> dict[tuple[int, str], tuple[Piece, tuple[int, ...]]]:
+def _places(config: ModelConfig) -> dict[Place, tuple[Piece, tuple[int, ...]]]:
     """Where the products that may have an adapter lie in a checkpoint, and their shapes `[in, out]`."""
     return {
         (layer, name): (piece(config, name, parameter, layer), parameter.shape)
@@ -162,13 +165,10 @@ class AdapterSizes:
     count: int
     rank: int
 
-    def shapes(self, config: ModelConfig) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-        """The shapes of `down` and `up` of all adapters, by "layer/parameter"."""
+    def shapes(self, config: ModelConfig) -> dict[Place, tuple[tuple[int, int], tuple[int, int]]]:
+        """The shapes of `down` and `up` of all adapters, by place."""
         columns = self.count * self.rank
-        return {
-            f"{layer}/{name}": ((shape[0], columns), (columns, shape[1]))
-            for (layer, name), (_, shape) in _places(config).items()
-        }
+        return {where: ((shape[0], columns), (columns, shape[1])) for where, (_, shape) in _places(config).items()}
 
     def bytes(self, config: ModelConfig, itemsize: int) -> int:
         """Of the matrices of all adapters."""
@@ -179,9 +179,8 @@ class AdapterSizes:
         return places[:, None] == jnp.arange(self.count * self.rank, dtype=jnp.int32) // self.rank
 
 
-def adapt(model: Decoder, matrices: Mapping[str, tuple[Any, Any]], chosen: Any) -> None:
+def adapt(model: Decoder, matrices: Mapping[Place, tuple[Any, Any]], chosen: Any) -> None:
     """Puts the matrices of adapters next to the weights of a decoder, in place; its layers are not stacked."""
-    for path, (down, up) in matrices.items():
-        layer, name = path.split("/")
-        variable = getattr(model.layers[int(layer)], name)
+    for (layer, name), (down, up) in matrices.items():
+        variable = getattr(model.layers[layer], name)
         variable.set_value(AdaptedWeight(variable.get_value(), down, up, chosen))

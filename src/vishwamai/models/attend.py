@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax.numpy as jnp
 
 import vishwamai
+from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.pages import PagedBatch, QuantizedPages
 from vishwamai.ops.attention.ring import ring_attention
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from vishwamai.models.config import ModelConfig
+
+
+NO_STEPS = (
+    "the model's tokens see those behind them (`use_bidirectional_attention`), so it cannot write texts; serve it as "
+    "an encoder: /v1/embeddings, or SentenceEncoder."
+)
 
 
 def sequence_placement(config: ModelConfig) -> Literal["contiguous", "zigzag"]:
@@ -37,7 +44,7 @@ def attend_sequences(
     segment_ids: Int[Array, "batch seq"] | None,
     axes: MeshAxes = ONE_DEVICE,
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """Causal attention within each row, and within each of its segments.
+    """Attention within each row, and within each of its segments; causal unless the model is `bidirectional`.
 
     Args:
       config: the model, for the scale and the soft-cap of the logits.
@@ -48,9 +55,10 @@ def attend_sequences(
       axes: mesh axes; with `sequence`, the device has its part of each row, placed by `sequence_placement`; in order
         with `heads`.
     """
+    reach = None if window is None else (window // 2, window // 2) if config.bidirectional else (window - 1, 0)
     options: dict[str, Any] = {
-        "causal": True,
-        "window": None if window is None else (window - 1, 0),
+        "causal": not config.bidirectional,
+        "window": reach,
         "segment_ids": None if segment_ids is None else (segment_ids, segment_ids),
         "softcap": config.attention_softcap,
         "scale": config.attention_scale,
@@ -91,6 +99,8 @@ def attend_pages(
     Returns:
       The mixed values, and the pool.
     """
+    if config.bidirectional:
+        raise UnsupportedError(NO_STEPS)
     tables = batch.kv_lens, batch.table(window) + first_page, batch.cu_q_lens
     pool = pages
     scales: dict[str, Any] = {}

@@ -1,8 +1,9 @@
-"""The BERT encoder, as a function of a tree of parameters, on the public operations.
+"""BERT, RoBERTa and XLM-R, as a function of a tree of parameters, on the public operations.
 
 Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding" (2019): post-norm
-blocks, learned positions, exact GELU. The three operations that it needs are an argument, so the same code runs on ours
-or on plain jax.numpy (`PLAIN`), for comparison.
+blocks, learned positions, exact GELU. RoBERTa's positions begin behind the id of its padding (Liu et al., 2019). The
+three operations that it needs are an argument, so the same code runs on ours or on plain jax.numpy (`PLAIN`), for
+comparison.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import vishwamai
-from vishwamai.models.shards import Stored
+from vishwamai.models.encoder_tensors import Linear, Norm, TensorReader
+from vishwamai.models.shards import Stored, read_index
 from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _IGNORED = frozenset(
     "hidden_dropout_prob classifier_dropout gradient_checkpointing initializer_range use_cache pad_token_id "
     "bos_token_id eos_token_id sep_token_id return_dict output_hidden_states output_attentions id2label label2id "
     "problem_type torchscript is_encoder_decoder tie_word_embeddings pooler_fc_size pooler_num_attention_heads "
-    "pooler_num_fc_layers pooler_size_per_head pooler_type".split()
+    "pooler_num_fc_layers pooler_size_per_head pooler_type sentence_transformers finetuning_task num_labels".split()
 )
 """Keys of a `config.json` that do not change the encoder's numbers."""
 
@@ -44,9 +45,21 @@ _REQUIRED: dict[str, Any] = {
 """Keys that must have this value where they are given."""
 
 
+_DERIVED = ("model_type", "first_position")
+"""Fields of `BertConfig` that are not sizes."""
+
+PREFIXES = {"bert": "bert.", "camembert": "roberta.", "roberta": "roberta.", "xlm-roberta": "roberta."}
+"""What comes before the tensors' names in a model with a head, by `model_type`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
-    """Sizes of the encoder, by the names of Hugging Face's `config.json`."""
+    """Sizes of the encoder, by the names of Hugging Face's `config.json`.
+
+    Attributes:
+      model_type: family, a key of `PREFIXES`.
+      first_position: row of the table of positions that a text's first token has.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -56,6 +69,13 @@ class BertConfig:
     max_position_embeddings: int
     type_vocab_size: int
     layer_norm_eps: float
+    model_type: str = "bert"
+    first_position: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest text."""
+        return self.max_position_embeddings - self.first_position
 
     @property
     def head_dim(self) -> int:
@@ -71,11 +91,12 @@ class BertConfig:
           UnsupportedError: it is not of this encoder, or has a key that the encoder does not know.
         """
         values = read_json(path)
-        if values.get("model_type") != "bert":
+        kind = values.get("model_type")
+        if kind not in PREFIXES:
             raise vishwamai.UnsupportedError(
-                f"{path}: `model_type` is {values.get('model_type')!r}; the encoder computes 'bert' only."
+                f"{path}: `model_type` is {kind!r}; the encoder computes {', '.join(map(repr, PREFIXES))}."
             )
-        sizes = {field.name: values.get(field.name) for field in dataclasses.fields(cls)}
+        sizes = {field.name: values.get(field.name) for field in dataclasses.fields(cls) if field.name not in _DERIVED}
         for name, expected in _REQUIRED.items():
             if values.get(name, expected) != expected:
                 raise vishwamai.UnsupportedError(
@@ -89,40 +110,49 @@ class BertConfig:
             if isinstance(value, bool) or not isinstance(value, int if integer else int | float) or value <= 0:
                 kind = "a positive whole number" if integer else "a positive number"
                 raise vishwamai.ShapeError(f"{path}: `{name}` is {value!r}; expected {kind}.")
-        config = cls(**sizes)  # pyright: ignore[reportArgumentType]  (checked above)
+        first = 0
+        if kind != "bert":
+            padding = values.get("pad_token_id", 1)
+            if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
+                raise vishwamai.ShapeError(f"{path}: `pad_token_id` is {padding!r}; expected a token id.")
+            first = padding + 1
+        config = cls(**sizes, model_type=kind, first_position=first)  # pyright: ignore[reportArgumentType]  (checked above)
         if config.hidden_size % config.num_attention_heads:
             raise vishwamai.ShapeError(
                 f"{path}: `hidden_size` is {config.hidden_size}; expected a multiple of `num_attention_heads`, "
                 f"{config.num_attention_heads}."
             )
+        if config.max_tokens < 1:
+            raise vishwamai.ShapeError(
+                f"{path}: `max_position_embeddings` is {config.max_position_embeddings}; a {kind} model with "
+                f"`pad_token_id` = {first - 1} needs more than {first}."
+            )
         return config
 
+    def read(self, directory: Path, dtype: Any = jnp.float32) -> Parameters:
+        """The parameters in a directory; see `from_hugging_face`."""
+        return from_hugging_face(read_index(directory), self, dtype)
 
-class Norm(NamedTuple):
-    scale: Any  # [hidden]
-    offset: Any  # [hidden]
-
-
-class BertLinear(NamedTuple):
-    weight: Any  # [in, out]
-    bias: Any  # [out]
+    def encode(self, parameters: Parameters, tokens: Any, mask: Any, types: Any, operations: Operations) -> Any:
+        """The states of tokens; see `encode`."""
+        return encode(parameters, self, tokens, mask, operations, types)
 
 
 class BertLayer(NamedTuple):
     """One block; query, key and value are one product."""
 
-    qkv: BertLinear  # [hidden, 3 * hidden]
-    output: BertLinear
+    qkv: Linear  # [hidden, 3 * hidden]
+    output: Linear
     attention_norm: Norm
-    up: BertLinear  # [hidden, intermediate]
-    down: BertLinear
+    up: Linear  # [hidden, intermediate]
+    down: Linear
     output_norm: Norm
 
 
 class Parameters(NamedTuple):
     words: Any  # [vocabulary, hidden]
     positions: Any  # [max positions, hidden]
-    types: Any  # [2, hidden]
+    types: Any  # [types, hidden]
     norm: Norm
     layers: tuple[BertLayer, ...]
 
@@ -179,6 +209,7 @@ def encode(
     tokens: Int[Array, "batch seq"],
     mask: Bool[Array, "batch seq"],
     operations: Operations = OURS,
+    types: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq hidden"]:
     """The last hidden state of every token.
 
@@ -186,11 +217,15 @@ def encode(
       tokens: `[batch, seq]`, ids in the vocabulary.
       mask: `[batch, seq]`, True for a token, False for padding, which nothing attends to.
       operations: functions for attention, products and norms.
+      types: `[batch, seq]`, 1 for the tokens of a pair's second text; None: 0 for all.
     """
     batch, seq = tokens.shape
     rows = batch * seq
-    embedded = (parameters.words[tokens] + parameters.positions[:seq]).reshape(rows, config.hidden_size)
+    positions = parameters.positions[config.first_position : config.first_position + seq]
+    embedded = (parameters.words[tokens] + positions).reshape(rows, config.hidden_size)
     kinds = jnp.broadcast_to(parameters.types[0], embedded.shape)
+    if types is not None:
+        kinds = parameters.types[types].reshape(rows, config.hidden_size)
     x = operations.add_norm(embedded, kinds, *parameters.norm, config.layer_norm_eps)
     keys = mask[:, None, None, :]
     for layer in parameters.layers:
@@ -214,7 +249,8 @@ def parameter_bytes(config: BertConfig, itemsize: int) -> int:
 
 
 def from_hugging_face(tensors: Mapping[str, Stored], config: BertConfig, dtype: Any = jnp.float32) -> Parameters:
-    """The tree of parameters from a checkpoint of `transformers.BertModel`, or of a model that has one as its `bert`.
+    """The tree of parameters from a checkpoint of `transformers.BertModel`, or of a model that has one as its `bert`
+    (`roberta`).
 
     The pooler and the heads of other tasks are not read: no embedding needs them.
 
@@ -225,44 +261,27 @@ def from_hugging_face(tensors: Mapping[str, Stored], config: BertConfig, dtype: 
     Raises:
       ShapeError: a tensor is missing, or has another shape than the configuration says; the text names it.
     """
-    prefix = "bert." if any(name.startswith("bert.embeddings.") for name in tensors) else ""
+    before = PREFIXES[config.model_type]
+    inside = any(name.startswith(f"{before}embeddings.") for name in tensors)
+    reader = TensorReader(tensors, before if inside else "", dtype)
     hidden, inner = config.hidden_size, config.intermediate_size
-
-    def read(name: str, *shape: int) -> Any:
-        name = prefix + name
-        if name not in tensors:
-            raise vishwamai.ShapeError(f"tensor `{name}` is missing; config.json expects it, of shape {list(shape)}.")
-        stored = tensors[name]
-        if stored.shape != shape:
-            raise vishwamai.ShapeError(
-                f"{stored.path}: tensor `{name}` has shape {list(stored.shape)}; config.json expects {list(shape)}."
-            )
-        return np.asarray(stored.read())
-
-    def norm(name: str) -> Norm:
-        return Norm(*(jnp.asarray(read(f"{name}.{part}", hidden), dtype) for part in ("weight", "bias")))
-
-    def linear(rows: int, columns: int, *names: str) -> BertLinear:
-        weight = np.concatenate([read(f"{name}.weight", columns, rows) for name in names]).T
-        bias = np.concatenate([read(f"{name}.bias", columns) for name in names])
-        return BertLinear(jnp.asarray(weight, dtype), jnp.asarray(bias, dtype))
 
     def layer(i: int) -> BertLayer:
         prefix = f"encoder.layer.{i}"
+        names = (f"{prefix}.attention.self.{name}" for name in ("query", "key", "value"))
         return BertLayer(
-            qkv=linear(hidden, hidden, *(f"{prefix}.attention.self.{name}" for name in ("query", "key", "value"))),
-            output=linear(hidden, hidden, f"{prefix}.attention.output.dense"),
-            attention_norm=norm(f"{prefix}.attention.output.LayerNorm"),
-            up=linear(hidden, inner, f"{prefix}.intermediate.dense"),
-            down=linear(inner, hidden, f"{prefix}.output.dense"),
-            output_norm=norm(f"{prefix}.output.LayerNorm"),
+            qkv=reader.linear(hidden, hidden, *names),
+            output=reader.linear(hidden, hidden, f"{prefix}.attention.output.dense"),
+            attention_norm=reader.norm(f"{prefix}.attention.output.LayerNorm", hidden),
+            up=reader.linear(hidden, inner, f"{prefix}.intermediate.dense"),
+            down=reader.linear(inner, hidden, f"{prefix}.output.dense"),
+            output_norm=reader.norm(f"{prefix}.output.LayerNorm", hidden),
         )
 
-    tables = {"word": config.vocab_size, "position": config.max_position_embeddings}
-    tables["token_type"] = config.type_vocab_size
-    arrays = [read(f"embeddings.{name}_embeddings.weight", rows, hidden) for name, rows in tables.items()]
+    rows = {"word": config.vocab_size, "position": config.max_position_embeddings}
+    rows["token_type"] = config.type_vocab_size
     return Parameters(
-        *(jnp.asarray(array, dtype) for array in arrays),
-        norm=norm("embeddings.LayerNorm"),
+        *(reader.table(f"embeddings.{name}_embeddings", count, hidden) for name, count in rows.items()),
+        norm=reader.norm("embeddings.LayerNorm", hidden),
         layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
     )

@@ -45,6 +45,7 @@ def from_pretrained(
     rules: Mapping[str, Any] | None = None,
     quantize: str | None = None,
     stacked: bool | None = False,
+    config: ModelConfig | None = None,
 ) -> Decoder:
     """The decoder in a Hugging Face directory (`config.json` and safetensors files).
 
@@ -58,6 +59,7 @@ def from_pretrained(
         checkpoint that is published quantized become the `QTensor`s that have exactly its numbers. None: plain arrays.
       stacked: flag of `Decoder`. By default each layer is alone, as serving wants it: a scan copies each layer's
         weights out of the stack before a kernel reads them, which decoding waits for. To train, stack them.
+      config: configuration in place of the directory's own, such as one that ties the head to the embeddings.
 
     Raises:
       ShapeError: a file or a tensor is missing, damaged, or contradicts `config.json`; the text names the file, the
@@ -66,7 +68,7 @@ def from_pretrained(
         has the numbers of a weight; the text names it.
     """
     directory = model_directory(Path(directory), weights=True)
-    config = read_config(directory)
+    config = config or read_config(directory)
     if rules and mesh is None:
         raise ShapeError("from_pretrained: `rules` are given without a `mesh`; pass the mesh whose axes they name.")
     unknown = [name for name in rules or () if name not in LOGICAL_NAMES]

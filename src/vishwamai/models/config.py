@@ -76,6 +76,8 @@ class ModelConfig:
       layer_scale: the stream after each layer is multiplied by a number that is not trained (Gemma 4).
       output_gate: attention's output is multiplied by the sigmoid of a gate, which the product of queries makes too.
       sinks: each head has a logit that enters attention's denominator only.
+      bidirectional: tokens see those behind them too; layers with a window see half of it on each side
+        (EmbeddingGemma).
       experts: the mixture of experts, or None; the first `dense_layers` layers have none.
       latent: latent attention, or None.
 
@@ -127,6 +129,7 @@ class ModelConfig:
     layer_scale: bool = False
     output_gate: bool = False
     sinks: bool = False
+    bidirectional: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
     dense_layers: int = 0

@@ -1,10 +1,10 @@
-"""Sentence encoders: a BERT encoder with its tokenizer and its pooling, from a Hugging Face directory."""
+"""Sentence encoders: an encoder or a decoder with its tokenizer and its pooling, from a Hugging Face directory."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,10 @@ import numpy as np
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.pallas import round_up
 from vishwamai.models import bert
+from vishwamai.models.encoders import EncoderConfig, read_encoder_config
 from vishwamai.models.hub import local_model
-from vishwamai.models.pooling import Pooling, read_pooling
-from vishwamai.models.shards import read_index
+from vishwamai.models.pooling import Pooling
+from vishwamai.models.sentence_files import Dense, Normalize, read_sentence_files
 from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
@@ -28,8 +29,11 @@ _STEP = 16
 
 
 @functools.partial(jax.jit, static_argnames=("config", "pooling", "operations"))
-def _embed(parameters: bert.Parameters, tokens: Any, mask: Any, *, config: Any, pooling: Any, operations: Any) -> Any:
-    return pooling(bert.encode(parameters, config, tokens, mask, operations), mask)
+def _embed(parameters: Any, head: Any, tokens: Any, mask: Any, *, config: Any, pooling: Any, operations: Any) -> Any:
+    vectors = pooling(config.encode(parameters, tokens, mask, None, operations), mask)
+    for module in head:
+        vectors = module(vectors)
+    return vectors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,28 +41,37 @@ class SentenceEncoder:
     """An encoder with its tokenizer; `from_pretrained` makes it.
 
     Attributes:
-      parameters: the encoder's tree of parameters.
-      config: its sizes.
+      parameters: the encoder's tree of parameters, or the decoder.
+      config: sizes of it.
       tokenizer: a `tokenizers.Tokenizer` that neither cuts nor pads.
       max_tokens: the longest text, special tokens included.
       pooling: function from the states of a text to a vector.
-      operations: functions that the encoder calls: `bert.OURS`, or `bert.PLAIN`.
+      operations: functions that BERT calls: `bert.OURS`, or `bert.PLAIN`.
+      head: modules behind the pooling, in their order.
+      prompts: texts that come before an input, by name.
+      default_prompt: name of the prompt where none is asked for, or None.
     """
 
-    parameters: bert.Parameters
-    config: bert.BertConfig
+    parameters: Any
+    config: EncoderConfig
     tokenizer: Any
     max_tokens: int
     pooling: Pooling = Pooling()
     operations: bert.Operations = bert.OURS
+    head: tuple[Dense | Normalize, ...] = ()
+    prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    default_prompt: str | None = None
 
     @classmethod
     def from_pretrained(
         cls, directory: str | Path, *, dtype: Any = jnp.float32, operations: bert.Operations = bert.OURS
     ) -> SentenceEncoder:
         """Reads a directory: `config.json`, safetensors, `tokenizer.json`, and the files of sentence-transformers
-        (`modules.json`, `sentence_bert_config.json`) where they exist. Without `modules.json` a vector is the mean of
-        its tokens and is not normalized, as sentence-transformers does it.
+        (`modules.json`, `sentence_bert_config.json`, prompts) where they exist. Without `modules.json` a vector is the
+        mean of its tokens and is not normalized, as sentence-transformers does it.
+
+        BERT, RoBERTa, XLM-R and ModernBERT are read, and decoders, such as Qwen3 and Gemma 3 with attention in both
+        directions.
 
         Args:
           directory: folder of the files, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".
@@ -69,27 +82,13 @@ class SentenceEncoder:
           ShapeError: a file or a tensor is missing, damaged, or contradicts `config.json`; the text names it.
           UnsupportedError: the model is not one that the encoder computes.
         """
-        from tokenizers import Tokenizer
-
         directory = local_model(directory)
-        config = bert.BertConfig.from_file(directory / "config.json")
-        pooling = read_pooling(directory) or Pooling(normalize=False)
-        parameters = bert.from_hugging_face(read_index(directory), config, dtype)
-        path = directory / "tokenizer.json"
-        if not path.exists():
-            raise ShapeError(f"{path}: the file is missing; the encoder needs the tokenizer. Download it again.")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ShapeError(f"{path}: the file is not a tokenizer ({error}); download it again.") from error
-        if tokenizer.get_vocab_size() > config.vocab_size:
-            raise ShapeError(
-                f"{path}: the tokenizer has {tokenizer.get_vocab_size()} tokens, but config.json says `vocab_size` = "
-                f"{config.vocab_size}; the two do not belong together."
-            )
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return cls(parameters, config, tokenizer, longest_text(directory, config), pooling, operations)
+        files = read_sentence_files(directory, dtype)
+        config = read_encoder_config(files.folder)
+        tokenizer = read_raw_tokenizer(files.folder, config.vocab_size)
+        length, parameters = longest_text(files.folder, config), config.read(files.folder, dtype)
+        prompts: Any = (files.prompts, files.default_prompt)
+        return cls(parameters, config, tokenizer, length, files.pooling, operations, files.head, *prompts)
 
     def ids(self, texts: Sequence[str], *, cut: bool = True) -> list[list[int]]:
         """Token ids of texts with their special tokens, the text's end cut to `max_tokens` in all if `cut`."""
@@ -112,27 +111,51 @@ class SentenceEncoder:
 
     def __call__(self, tokens: Any, mask: Any) -> Any:
         """Vectors `[batch, hidden]` of tokenized sentences."""
-        return _embed(
-            self.parameters, tokens, mask, config=self.config, pooling=self.pooling, operations=self.operations
-        )
+        options: Any = {"config": self.config, "pooling": self.pooling, "operations": self.operations}
+        return _embed(self.parameters, self.head, tokens, mask, **options)
 
-    def embed(self, texts: Sequence[str], batch_size: int = 32) -> Float[np.ndarray, "texts hidden"]:
+    def prompt(self, name: str | None = None) -> str:
+        """The text that comes before an input.
+
+        Args:
+          name: a name of `prompts`; None: that of `default_prompt`, if there is one.
+
+        Raises:
+          ShapeError: there is no prompt of that name.
+        """
+        name = self.default_prompt if name is None else name
+        if name is not None and name not in self.prompts:
+            names = ", ".join(map(repr, self.prompts)) or "none"
+            raise ShapeError(f"the model has no prompt {name[:100]!r}; its prompts are {names}.")
+        return "" if name is None else self.prompts[name]
+
+    def embed(
+        self, texts: Sequence[str], batch_size: int = 32, prompt_name: str | None = None
+    ) -> Float[np.ndarray, "texts hidden"]:
         """Vectors of sentences, in their order; sentences of like length share a batch.
 
         Args:
           texts: the sentences.
           batch_size: number of sentences in a batch.
+          prompt_name: argument of `prompt`.
 
         Returns:
           float32 `[len(texts), hidden]`; where vectors are normalized, the dot product of two rows is their cosine.
         """
+        prompt = self.prompt(prompt_name)
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        out = np.zeros((len(texts), self.config.hidden_size), np.float32)
+        out = np.zeros((len(texts), self.features), np.float32)
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            tokens, mask = self.tokenize([texts[i] for i in rows])
+            tokens, mask = self.tokenize([prompt + texts[i] for i in rows])
             out[rows] = np.asarray(self(tokens, mask), np.float32)
         return out
+
+    @property
+    def features(self) -> int:
+        """Features of a vector."""
+        sizes = [module.linear.weight.shape[1] for module in self.head if isinstance(module, Dense)]
+        return sizes[-1] if sizes else self.config.hidden_size
 
 
 def padded(
@@ -146,19 +169,51 @@ def padded(
     return tokens, mask
 
 
-def longest_text(directory: Path, config: bert.BertConfig) -> int:
+def read_raw_tokenizer(directory: Path, vocab: int) -> Any:
+    """The `tokenizers.Tokenizer` of a directory, which neither cuts nor pads.
+
+    Args:
+      directory: folder of `tokenizer.json`.
+      vocab: tokens of the model.
+
+    Raises:
+      ShapeError: the file is missing or damaged, or has more tokens than the model.
+    """
+    from tokenizers import Tokenizer
+
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        raise ShapeError(f"{path}: the file is missing; the encoder needs the tokenizer. Download it again.")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ShapeError(f"{path}: the file is not a tokenizer ({error}); download it again.") from error
+    if tokenizer.get_vocab_size() > vocab:
+        raise ShapeError(
+            f"{path}: the tokenizer has {tokenizer.get_vocab_size()} tokens, but config.json says `vocab_size` = "
+            f"{vocab}; the two do not belong together."
+        )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def longest_text(directory: Path, config: EncoderConfig) -> int:
     """Tokens of the longest text that an encoder's directory allows.
 
     Raises:
       ShapeError: `sentence_bert_config.json` is damaged, or allows more than the model has positions for.
     """
-    path = directory / "sentence_bert_config.json"
+    path, most = directory / "sentence_bert_config.json", config.max_tokens
     length = read_json(path).get("max_seq_length") if path.exists() else None
     if length is None:
-        return config.max_position_embeddings
-    if not isinstance(length, int) or not 0 < length <= config.max_position_embeddings:
+        settings = directory / "tokenizer_config.json"
+        length = read_json(settings).get("model_max_length") if settings.exists() else None
+        return min(most, length) if isinstance(length, int) and length > 0 else most
+    positions = getattr(config, "max_position_embeddings", most)
+    if not isinstance(length, int) or not 0 < length <= positions:
         raise ShapeError(
-            f"{path}: `max_seq_length` is {length!r}; expected 1 to {config.max_position_embeddings}, config.json's "
+            f"{path}: `max_seq_length` is {length!r}; expected 1 to {positions}, config.json's "
             "`max_position_embeddings`."
         )
-    return length
+    return min(length, most)

@@ -6,7 +6,6 @@ Reimers, Gurevych, "Sentence-BERT" (2019).
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,15 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 MODES = ("mean", "cls", "last")
-_FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+_FLAGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "mean": "mean",
+    "cls": "cls",
+    "lasttoken": "last",
+}
+"""Modes by the names of sentence-transformers, older and newer."""
 
 
 @checked
@@ -68,37 +75,24 @@ class Pooling:
         return vectors
 
 
-def read_pooling(directory: Path) -> Pooling | None:
-    """What `modules.json` and the pooling's own `config.json` say; None where the directory has no `modules.json`.
+def read_mode(path: Path, prompts: bool = False) -> str:
+    """The mode of a pooling's own `config.json`.
+
+    Args:
+      path: the file.
+      prompts: the model has prompts, whose tokens must count.
 
     Raises:
-      ShapeError: a file is damaged.
-      UnsupportedError: a module or a mode is not one of those that are computed; the text names it.
+      UnsupportedError: it is not one of `MODES`; the text names it.
     """
-    path = directory / "modules.json"
-    if not path.exists():
-        return None
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-        kinds = [(str(module["type"]).rsplit(".", 1)[-1], str(module["path"])) for module in modules]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ShapeError(f"{path}: expected a list of modules with `type` and `path` ({error!r}).") from error
-    mode, normalize = "mean", False
-    for kind, where in kinds:
-        if kind == "Pooling":
-            mode = _mode(directory / where / "config.json")
-        elif kind == "Normalize":
-            normalize = True
-        elif kind != "Transformer":
-            raise UnsupportedError(
-                f"{path}: module {kind!r} is not computed; only Transformer, Pooling, Normalize are."
-            )
-    return Pooling(mode, normalize)
-
-
-def _mode(path: Path) -> str:
     values: dict[str, Any] = read_json(path)
+    if prompts and values.get("include_prompt", True) is not True:
+        raise UnsupportedError(
+            f"{path}: `include_prompt` is {values['include_prompt']!r}; prompts are always included."
+        )
     chosen = sorted(name for name, value in values.items() if name.startswith("pooling_mode_") and value is True)
+    if isinstance(values.get("pooling_mode"), str):
+        chosen = [values["pooling_mode"]]
     if len(chosen) != 1 or chosen[0] not in _FLAGS:
         raise UnsupportedError(f"{path}: the pooling is {chosen or 'none'}; one of {', '.join(_FLAGS)} is computed.")
     return _FLAGS[chosen[0]]

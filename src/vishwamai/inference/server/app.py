@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
+import functools
 import time
 from collections.abc import AsyncIterator
 from importlib import resources
@@ -16,24 +15,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vishwamai.core.arguments import check_instances, checked, described
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference.engine import Engine
-from vishwamai.inference.server.adapter_routes import AdapterRoutes
+from vishwamai.inference.server import openapi
 from vishwamai.inference.server.errors import HttpError, error_response
 from vishwamai.inference.server.guards import Guards
-from vishwamai.inference.server.messages import Messages
+from vishwamai.inference.server.keys import KEYED, Keys
 from vishwamai.inference.server.metrics import Metrics
+from vishwamai.inference.server.openapi import TEXT, Endpoint, fields
 from vishwamai.inference.server.requests_log import RequestLog
-from vishwamai.inference.server.responses import Responses
+from vishwamai.inference.server.routes import answering, scoring
 from vishwamai.inference.server.scores import Scores
 from vishwamai.inference.server.service import Service, Settings
-from vishwamai.inference.server.tokens import Tokens
 from vishwamai.inference.server.vectors import Embed, Vectors
 
-_KEYED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/score", "/rerank", "/v2/")
 _PAGE_POLICY = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
 _PAGE_POLICY += "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
@@ -57,7 +54,7 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
     check_instances("make_app", {"engine": Engine}, {"engine": engine})
     if embed is not None and not callable(embed):
         raise ShapeError(f"make_app: `embed` is {described(embed)}; pass a function of texts, or None.")
-    metrics = Metrics(engine)
+    metrics = Metrics(engine, settings.name)
     encoder_name = settings.encoder or settings.name
     vectors = Vectors(embed, encoder_name, settings)
     ready: list[bool] = []
@@ -96,13 +93,24 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
     async def metrics_text(request: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @functools.cache
+    def described_routes() -> dict[str, Any]:
+        return openapi.document(endpoints, KEYED if settings.keys else ())
+
+    async def description(request: Request) -> Response:
+        return JSONResponse(described_routes())
+
     page = resources.files("vishwamai.inference.server").joinpath("page.html").read_text(encoding="utf-8")
 
     async def front(request: Request) -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def no_answers(request: Request) -> Response:
-        raise HttpError(400, f"{encoder_name!r} is an encoder, which answers /v1/embeddings only.", "model")
+        raise HttpError(
+            400,
+            f"{encoder_name!r} is an encoder, which answers /v1/embeddings, /v1/score and /v1/rerank only.",
+            "model",
+        )
 
     @contextlib.asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
@@ -117,31 +125,20 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
             service.grammars.close()
 
     service = None if engine is None else Service(engine, settings, metrics)
-    scores = Scores(engine, vectors, settings)
-    answers = {
-        "/v1/completions": no_answers if service is None else service.completions,
-        "/v1/chat/completions": no_answers if service is None else service.chat,
-    }
-    if service is not None:
-        tokens = Tokens(service)
-        answers["/v1/responses"] = Responses(service).create
-        answers |= {"/v1/messages": Messages(service).create, "/v1/messages/count_tokens": Messages(service).count}
-        loader = AdapterRoutes(service)
-        answers |= {"/v1/load_lora_adapter": loader.load, "/v1/unload_lora_adapter": loader.unload}
-        answers |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
+    scorer = Scores(engine, vectors, settings)
+    endpoints = [
+        *([] if engine is None else [Endpoint("/", front, "a page to chat with the model", media=("text/html",))]),
+        Endpoint("/health", health, "whether the engine works", answer=fields(status="string"), statuses=(200, 503)),
+        Endpoint("/ready", is_ready, "whether requests are taken", answer=fields(ready="boolean"), statuses=(200, 503)),
+        Endpoint("/metrics", metrics_text, "counters in Prometheus's form", media=(TEXT,)),
+        Endpoint("/v1/models", models, "the models", answer=fields(object="string", data="array")),
+        Endpoint("/v1/models/{name:path}", models, "one model", answer=fields(id="string", object="string")),
+        *answering(service, no_answers),
+        *scoring(vectors, scorer),
+        Endpoint("/openapi.json", description, "this document", answer=fields(openapi="string", paths="object")),
+    ]
     app = Starlette(
-        routes=[
-            *([] if engine is None else [Route("/", front)]),
-            Route("/health", health),
-            Route("/ready", is_ready),
-            Route("/metrics", metrics_text),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", models),
-            *(Route(path, handler, methods=["POST"]) for path, handler in answers.items()),
-            Route("/v1/embeddings", vectors.embeddings, methods=["POST"]),
-            *(Route(path, scores.score, methods=["POST"]) for path in ("/v1/score", "/score")),
-            *(Route(path, scores.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
-        ],
+        routes=[endpoint.route for endpoint in endpoints],
         exception_handlers={
             HttpError: _http_error,
             HTTPException: _starlette_error,
@@ -154,7 +151,11 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
         app.add_middleware(Keys, keys=settings.keys)
     if settings.allowed_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(Guards, settings=settings)
     app.add_middleware(RequestLog)
@@ -164,33 +165,6 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
 def defaults_of(settings: Settings) -> dict[str, Any]:
     """The options of sampling that hold where a request has none."""
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, **settings.defaults}
-
-
-class Keys:
-    """Asks for an API key under /v1/, at /metrics and for tokens; every key is compared, each in constant time."""
-
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
-        self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(_KEYED):
-            headers = dict(scope["headers"])
-            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-            if kind.lower() != b"bearer":
-                key = headers.get(b"x-api-key", b"")  # Anthropic's
-            matches = [hmac.compare_digest(_digest(key.strip()), digest) for digest in self._digests]
-            if not any(matches):
-                error = HttpError(
-                    401, "the API key is missing or wrong; send `Authorization: Bearer KEY`, or `x-api-key: KEY`."
-                )
-                await error.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 async def _http_error(request: Request, error: Any) -> Response:

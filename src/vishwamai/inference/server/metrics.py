@@ -1,4 +1,7 @@
-"""What the server tells Prometheus: the engine's counters as they are when asked, and the times that clients saw."""
+"""What the server tells Prometheus: the engine's counters as they are when asked, and the times that clients saw.
+
+Every value has a name of ours, and vLLM's too where vLLM has such a value (`vllm_names`).
+"""
 
 from __future__ import annotations
 
@@ -6,46 +9,65 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from vishwamai.inference.engine import Engine
+from vishwamai.inference.server.vllm_names import renamed
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_LONG_SECONDS = (*_SECONDS, 120, 300, 600)
+_TOKENS = tuple(2**i for i in range(21))
 
 
 class Metrics:
-    """A registry of its own, so that several servers of a process do not share it."""
+    """The metrics of one server, in a registry of its own, so that several servers of a process do not share it.
 
-    def __init__(self, engine: Engine | None):
-        self._engine = engine
+    Args:
+      engine: engine of the server, or None.
+      model: its name, a label of the metrics under vLLM's names.
+    """
+
+    def __init__(self, engine: Engine | None, model: str):
+        self._engine, self._model = engine, model
+        self._times = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vishwamai_{name}", text, buckets=buckets, registry=self._times)
+
+        self.first_token = histogram("first_token_seconds", "arrival to first token", _SECONDS)
+        self.between_tokens = histogram("between_tokens_seconds", "from one delta to the next", _SECONDS)
+        self.answer = histogram("answer_seconds", "arrival to the end of an answer", _LONG_SECONDS)
+        self.decode = histogram("decode_seconds", "first token to the end of an answer", _LONG_SECONDS)
+        self.answer_prompt = histogram("answer_prompt_tokens", "tokens of an answer's prompt", _TOKENS)
+        self.answer_new = histogram("answer_new_tokens", "tokens of an answer", _TOKENS)
         self._registry = CollectorRegistry()
         self._registry.register(self)  # pyright: ignore[reportArgumentType]  (anything with `collect`)
-        options: dict[str, Any] = {"buckets": _SECONDS, "registry": self._registry}
-        self.first_token = Histogram("vishwamai_first_token_seconds", "arrival to first token", **options)
-        self.between_tokens = Histogram("vishwamai_between_tokens_seconds", "from one delta to the next", **options)
 
     def text(self) -> bytes:
         """The exposition."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Any]:
-        """The engine's state; called at each scrape."""
-        if self._engine is None:
-            return
-        scheduler, statistics = self._engine.scheduler, self._engine.statistics
+        """All metrics; called at each scrape."""
+        if self._engine is not None:
+            yield from renamed((*self._times.collect(), *self._state(self._engine)), self._model)
+
+    def _state(self, engine: Engine) -> Iterator[Any]:
+        scheduler, statistics = engine.scheduler, engine.statistics
         pool = scheduler.pool
         gauges = {
             "running": ("answers that compute", len(scheduler.running)),
-            "waiting": ("answers that wait", len(scheduler.waiting) + self._engine.pending),
+            "waiting": ("answers that wait", len(scheduler.waiting) + engine.pending),
             "pages": ("pages of keys and values", pool.num_pages),
             "pages_held": ("pages that answers hold", pool.num_pages - pool.available),
+            "pages_used_share": ("share of the pages that answers hold", 1 - pool.available / max(pool.num_pages, 1)),
             "pages_cached": ("pages that only the prefix cache holds", pool.idle),
             "guesses_accepted_share": ("share of the guesses that were right", statistics.accepted_share),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"vishwamai_{name}", text, value)
         counters = {
-            "programs_compiled": ("programs compiled, ahead or on demand", self._engine.programs.compiled),
+            "programs_compiled": ("programs compiled, ahead or on demand", engine.programs.compiled),
             "steps": ("steps sent off", statistics.steps),
             "prompt_tokens": ("tokens of prompts", statistics.prompt_tokens),
             "cached_tokens": ("tokens of prompts found in the prefix cache", statistics.cached_tokens),
@@ -61,3 +83,12 @@ class Metrics:
         for reason, count in sorted(statistics.finished.items()):
             finished.add_metric([reason], count)
         yield finished
+        labels = {"pages": str(pool.num_pages), "page_size": str(engine.limits.page_size)}
+        yield InfoMetricFamily("vishwamai_cache", "pages of keys and values", labels)
+        if engine.adapters is not None:
+            names = ",".join(engine.adapters.used)
+            values = {"running_lora_adapters": names, "waiting_lora_adapters": ""}
+            labels = [*values, "max_lora"]
+            adapters = GaugeMetricFamily("vishwamai_adapters", "adapters that answers use", labels=labels)
+            adapters.add_metric([*values.values(), str(engine.adapters.sizes.count)], 1)
+            yield adapters

@@ -25,6 +25,7 @@ class Record:
       status: the answer's status code; 499 where the client left before it.
       prompt_tokens, new_tokens: computed for it.
       error: the text of an answer that is an error.
+      key: the name of the client's key, where the file of keys gives it one.
     """
 
     id: str
@@ -35,11 +36,13 @@ class Record:
     new_tokens: int = 0
     milliseconds: float = 0.0
     error: str | None = None
+    key: str | None = None
 
     def __str__(self) -> str:
         tokens = f" {self.prompt_tokens} + {self.new_tokens} tokens" if self.prompt_tokens else ""
         error = f" {self.error}" if self.error else ""
-        return f"{self.id} {self.method} {self.path} {self.status}{tokens} {self.milliseconds:.0f} ms{error}"
+        client = f" {self.key}" if self.key else ""
+        return f"{self.id} {self.method} {self.path} {self.status}{tokens} {self.milliseconds:.0f} ms{client}{error}"
 
 
 def record_of(scope: Scope) -> Record:

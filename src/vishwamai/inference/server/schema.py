@@ -320,6 +320,7 @@ class Embedding(Open):
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    prompt_name: Annotated[str, Field(max_length=256)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
 
 

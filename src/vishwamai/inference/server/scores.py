@@ -1,7 +1,8 @@
 """/v1/score and /v1/rerank: how well texts go with a query.
 
-A decoder judges each pair in the form of Qwen3-Reranker: the score is the probability of "yes" against "no". An encoder
-gives the cosine of the two texts' vectors.
+A decoder judges each pair in the form of Qwen3-Reranker: the score is the probability of "yes" against "no". A
+cross-encoder reads both texts at once. Another encoder gives the cosine of the two texts' vectors, the first behind its
+prompt for queries and the second behind that for documents.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -38,6 +39,9 @@ PAIR = (
     "<think>\n\n</think>\n\n"
 )
 """A query and a text as Qwen3-Reranker reads them."""
+
+_QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")
+"""Names of the prompts of queries and of documents, as sentence-transformers looks for them."""
 
 
 class Score(schema.Open):
@@ -121,7 +125,8 @@ class Scores:
         judges = self._engine is not None and name in self._settings.names
         if not judges and (vectors.embed is None or name != vectors.name):
             raise HttpError(404, f"the model {name[:200]!r} is not served.", "model")
-        run = self._judged if judges else self._cosines
+        crossed = isinstance(vectors.embed, Embedder) and vectors.embed.cross is not None
+        run = self._judged if judges else self._crossed if crossed else self._cosines
         with vectors.room():
             try:
                 values, tokens = await run_in_threadpool(run, body, pairs)
@@ -151,9 +156,17 @@ class Scores:
         ids = [word[0] for word in words]
         return Embedder.of_judgement(engine.model, tokenizer, ids, engine.limits.max_length, engine.optimization)
 
+    def _crossed(self, body: Score | Rerank, pairs: Sequence[tuple[str, str]]) -> tuple[np.ndarray, int]:
+        assert isinstance(self._vectors.embed, Embedder)
+        return self._vectors.embed.scores(pairs, body.truncate_prompt_tokens)
+
     def _cosines(self, body: Score | Rerank, pairs: Sequence[tuple[str, str]]) -> tuple[np.ndarray, int]:
         embed = self._vectors.embed
         assert embed is not None
+        prompts: Mapping[str, str] = getattr(embed, "prompts", {})
+        names = [next((name for name in choices if name in prompts), None) for choices in (_QUERY, _DOCUMENT)]
+        columns = (self._vectors.prompted(column, name) for column, name in zip(zip(*pairs), names))
+        pairs = list(zip(*columns))
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         vectors, tokens = embed(texts, body.truncate_prompt_tokens)
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

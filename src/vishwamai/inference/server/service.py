@@ -131,7 +131,9 @@ class Service:
                 yield Delta(choice, finish="length")
             return
         arrived = time.monotonic()
+        first: dict[int, float] = {}  # times by choice
         last: dict[int, float] = {}
+        lengths: dict[int, int] = {}
         stream = self.engine.stream(
             job.prompts,
             job.options,
@@ -152,7 +154,15 @@ class Service:
                     self.metrics.between_tokens.observe(now - last[delta.choice])
                 elif delta.token_ids:
                     self.metrics.first_token.observe(now - arrived)
+                if delta.token_ids:
+                    first.setdefault(delta.choice, now)
                 last[delta.choice] = now
+                lengths[delta.choice] = lengths.get(delta.choice, 0) + len(delta.token_ids)
+                if delta.finish is not None:
+                    self.metrics.answer.observe(now - arrived)
+                    self.metrics.decode.observe(now - first.get(delta.choice, now))
+                    self.metrics.answer_prompt.observe(len(job.prompts[delta.choice // job.options.n]))
+                    self.metrics.answer_new.observe(lengths[delta.choice])
                 record.new_tokens += len(delta.token_ids)
                 yield delta
         except ShapeError as error:  # its adapter was unloaded meanwhile

@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from vishwamai.inference.server.budgets import Key
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -14,7 +16,7 @@ class Settings:
     Args:
       name: the model's name for clients.
       aliases: further names of the model.
-      keys: API keys; none: no key is asked for.
+      keys: API keys, with their budgets or as texts alone; none: no key is asked for.
       max_queue: answers that may wait; beyond it a request is declined (429).
       max_body: bytes of a request's body.
       max_new_tokens: tokens of an answer; None: as many as a sequence has room for.
@@ -33,7 +35,7 @@ class Settings:
     """
 
     name: str
-    keys: tuple[str, ...] = ()
+    keys: tuple[Key | str, ...] = ()
     max_queue: int = 256
     max_body: int = 4 * 2**20
     max_new_tokens: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,21 @@ class Vectors:
         with self.room():
             return await self._answer(request, body)
 
+    def prompted(self, inputs: Sequence[Any], name: str | None) -> list[Any]:
+        """The inputs, each text behind the encoder's prompt of that name, or the default one.
+
+        Raises:
+          HttpError: 400, there is no such prompt.
+        """
+        prompts: Mapping[str, str] = getattr(self.embed, "prompts", {})
+        if name is None:
+            name = getattr(self.embed, "default_prompt", None)
+        elif name not in prompts:
+            names = ", ".join(map(repr, prompts)) or "none"
+            raise HttpError(400, f"`prompt_name` is {name!r}; the prompts of the encoder are {names}.", "prompt_name")
+        prompt = "" if name is None else prompts[name]
+        return [prompt + text if isinstance(text, str) else text for text in inputs]
+
     @contextlib.contextmanager
     def room(self) -> Iterator[None]:
         """A place among the requests that compute or wait.
@@ -68,6 +83,9 @@ class Vectors:
         inputs: Any = body.input
         if isinstance(inputs, str) or isinstance(inputs[0], int):
             inputs = [inputs]
+        inputs = self.prompted(inputs, body.prompt_name)
+        if getattr(self.embed, "cross", None) is not None:
+            raise HttpError(400, f"{self.name!r} is a cross-encoder, which answers /v1/score and /v1/rerank.", "model")
         try:
             vectors, tokens = await run_in_threadpool(self.embed, inputs, body.truncate_prompt_tokens)
         except ShapeError as error:

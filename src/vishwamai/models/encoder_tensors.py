@@ -1,0 +1,74 @@
+"""Tensors of an encoder's checkpoint: read by name, checked against the shapes that the configuration says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.core.errors import ShapeError
+from vishwamai.models.shards import Stored
+
+
+class Norm(NamedTuple):
+    scale: Any  # [hidden]
+    offset: Any  # [hidden], or None
+
+
+class Linear(NamedTuple):
+    weight: Any  # [in, out]
+    bias: Any  # [out], or None
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorReader:
+    """Reads parameters by the names of a checkpoint.
+
+    Attributes:
+      tensors: tensors by name (`shards.read_index`); products are stored `[out, in]` there.
+      prefix: text before every name.
+      dtype: dtype of parameters.
+    """
+
+    tensors: Mapping[str, Stored]
+    prefix: str = ""
+    dtype: Any = jnp.float32
+
+    def array(self, name: str, *shape: int) -> np.ndarray:
+        """A tensor of that shape.
+
+        Raises:
+          ShapeError: it is missing, or has another shape; the text names it.
+        """
+        name = self.prefix + name
+        if name not in self.tensors:
+            raise ShapeError(f"tensor `{name}` is missing; config.json expects it, of shape {list(shape)}.")
+        stored = self.tensors[name]
+        if stored.shape != shape:
+            raise ShapeError(
+                f"{stored.path}: tensor `{name}` has shape {list(stored.shape)}; config.json expects {list(shape)}."
+            )
+        return np.asarray(stored.read())
+
+    def table(self, name: str, rows: int, columns: int) -> Any:
+        """A table of embeddings."""
+        return jnp.asarray(self.array(f"{name}.weight", rows, columns), self.dtype)
+
+    def norm(self, name: str, size: int, bias: bool = True) -> Norm:
+        """Scale and offset of a layer norm."""
+        scale = jnp.asarray(self.array(f"{name}.weight", size), self.dtype)
+        return Norm(scale, jnp.asarray(self.array(f"{name}.bias", size), self.dtype) if bias else None)
+
+    def linear(self, rows: int, columns: int, *names: str, bias: bool = True) -> Linear:
+        """A product, or several of one input next to each other."""
+        weight = np.concatenate([self.array(f"{name}.weight", columns, rows) for name in names]).T
+        offset = np.concatenate([self.array(f"{name}.bias", columns) for name in names]) if bias else None
+        return Linear(jnp.asarray(weight, self.dtype), None if offset is None else jnp.asarray(offset, self.dtype))
+
+
+def stored_bytes(tensors: Mapping[str, Stored], itemsize: int) -> int:
+    """Bytes of all tensors of a checkpoint in elements of another size."""
+    return itemsize * sum(stored.bytes // stored.dtype.itemsize for stored in tensors.values())
