@@ -9,7 +9,7 @@ from vishwamai.aot.tuning import tables, tuner
 from vishwamai.cli import main
 
 pytest.importorskip("rich")
-needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 
 
 @pytest.fixture(autouse=True)

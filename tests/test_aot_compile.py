@@ -22,7 +22,7 @@ from vishwamai.core.errors import DeviceError, KernelError, ShapeError, Unsuppor
 from vishwamai.core.hardware import TPUS, tpu_for
 from vishwamai.parallel import make_mesh
 
-needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 
 
 def shape(dims, dtype=jnp.float32, sharding=None):

@@ -21,7 +21,7 @@ from vishwamai.aot.schedule.simulate import Simulator, Source, simulate
 from vishwamai.core.errors import DeviceError, KernelError, ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS
 
-needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 FLOPS = 2 * 512 * 1024 * 256
 BLOCK = 256 * 256 * 2
 

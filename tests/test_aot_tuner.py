@@ -20,7 +20,7 @@ from vishwamai.core.tiles import Tiles, size, sizes
 from vishwamai.ops.catalogue import operations
 from vishwamai.ops.norm.cases import CASES
 
-needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 CASE = next(case for case in CASES if case.name == "Llama 3 8B")
 
 

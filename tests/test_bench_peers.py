@@ -19,7 +19,7 @@ from vishwamai.core import ffi
 from vishwamai.measure.timing import sampler, side_by_side
 from vishwamai.ops.catalogue import operations
 
-pytest.importorskip("torch", reason="torch is not installed: pip install 'vishwamai[torch]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[torch]'")
 
 CASES = [
     ("softmax", "softmax (63, 100) float32"),

@@ -22,7 +22,7 @@ from vishwamai.core.pallas import vmem_budget
 from vishwamai.ops.attention.tpu_tiles import AttentionConfig
 from vishwamai.ops.catalogue import operations
 
-needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 BLOCK_SIZES = (1, 7, 64, 100, 128, 300, 512, 2048, 4096, 65536, 10**9)
 A, B = (jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16) for _ in range(2))
 

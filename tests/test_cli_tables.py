@@ -114,7 +114,7 @@ def test_every_command_has_its_case():
 @pytest.mark.parametrize("command, words", [(name, words) for name, all_of in TABLES.items() for words in all_of or ()])
 def test_eighty_columns_are_enough(command, words, made_up, capfd):
     if command in NEED_LIBTPU and importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs libtpu: pip install 'vishwamai[aot]'")
+        pytest.skip("needs libtpu: pip install '.[aot]'")
     status, narrow = shown_at(80, command, *words)
     assert status == 0 and narrow and max(map(len, narrow)) <= 80, max(narrow, key=len)
     if command in ("doctor", "explain", "calibrate", "cache"):  # the quick ones

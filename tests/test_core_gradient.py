@@ -54,7 +54,7 @@ def test_no_square_residual_on_cpu():
     assert f"{LENGTH},{LENGTH}" in (reference.as_text() or "")
 
 
-@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 def test_no_square_residual_on_tpu():
     program = aot.compile_for(gradient_in_two_programs(), *structs(), target="v5e")
     assert program.memory.outputs + program.memory.temporaries < MATRIX_BYTES / 4

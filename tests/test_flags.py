@@ -13,7 +13,7 @@ from vishwamai.core.hardware import TPUS
 from vishwamai.performance import tune_flags
 from vishwamai.planning import flags
 
-needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 A, B, C = "xla_tpu_rwb_fusion", "xla_tpu_dot_dot_fusion", "xla_tpu_scoped_vmem_limit_kib"
 X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 HBM = 1 << 30

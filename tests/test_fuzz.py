@@ -185,7 +185,7 @@ def any_case(data, largest, platform):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 @hypothesis.settings(**COMPILE)
 @hypothesis.given(st.data())
 def test_any_call_compiles_for_a_tpu(data):

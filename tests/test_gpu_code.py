@@ -352,8 +352,8 @@ def test_a_kernel_on_the_cpu_is_an_error_in_words():
 def test_without_triton_the_reason_names_the_fix(monkeypatch):
     from vishwamai.core import triton_launch
 
-    monkeypatch.setattr(triton_launch, "why_not", lambda: "triton is not installed: pip install 'vishwamai[gpu]'.")
-    with pytest.raises(vishwamai.UnsupportedError, match=r"triton is not installed: pip install 'vishwamai\[gpu\]'"):
+    monkeypatch.setattr(triton_launch, "why_not", lambda: "triton is not installed: pip install '.[gpu]'.")
+    with pytest.raises(vishwamai.UnsupportedError, match=r"triton is not installed: pip install '\.\[gpu\]'"):
         jax.eval_shape(lambda x: vishwamai.rms_norm(x, implementation="triton"), X)
     triton_launch.compiled.cache_clear()
     with pytest.raises(DeviceError, match="pip install"):

@@ -1,10 +1,14 @@
 """The lines that install: on every page, in every error, and what the extras bring."""
 
+import functools
+import http.server
 import importlib.metadata
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
@@ -35,7 +39,7 @@ def _declared(extra):
     names = []
     for text in PROJECT["project"]["optional-dependencies"][extra]:
         requirement = Requirement(text)
-        if requirement.name == "vishwamai":
+        if requirement.name == installing.NAME:
             names += [name for inner in sorted(requirement.extras) for name in _declared(inner)]
         elif requirement.marker is None or requirement.marker.evaluate():
             names.append(requirement.name)
@@ -56,6 +60,55 @@ def test_every_line_installs_what_there_is():
             named = re.findall(r"[\"'](\w+)[\"']", names)
             assert set(named) <= set(extras()), f"{path}: {names}"
     assert seen > 15
+
+
+def test_the_name_is_that_of_the_project():
+    assert installing.NAME == PROJECT["project"]["name"]
+    other = tomllib.loads((ROOT / "capibara/pyproject.toml").read_text())["project"]
+    assert [Requirement(text).name for text in other["dependencies"]] == [installing.NAME]
+
+
+def lines_of_pages():
+    """The words after `pip install` of each line of a page or of a program's text that installs from a clone."""
+    for path in (*PAGES, *SOURCES, *ROOT.glob("tests/*.py"), ROOT / "deploy/Containerfile"):
+        for line in re.findall(r"pip install ([^`\n]*)", path.read_text(encoding="utf-8")):
+            yield from re.findall(r"""(?<=')\.\[[\w,]+\](?=')""", line)
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format, *args):
+        pass
+
+
+@pytest.mark.long
+def test_pip_takes_every_line(tmp_path):
+    """By a real pip, as far as the metadata: from a clone, from elsewhere, and by the name with an address of git."""
+    folder = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+    shutil.copy(ROOT / "pyproject.toml", folder)  # as it is here, committed or not
+    who = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+    subprocess.run(["git", "-C", str(folder), *who, "commit", "-qam", "now", "--allow-empty"], check=True)
+    lines = sorted(set(lines_of_pages()))
+    assert len(lines) > 5
+    extras_in_one = ",".join(PROJECT["project"]["optional-dependencies"])
+    cases = [(folder, line) for line in [*lines, f"{folder}[serve]"]]
+    options = ["--dry-run", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    subprocess.run(["git", "-C", str(folder), "update-server-info"], check=True)
+    handler = functools.partial(Quiet, directory=str(folder / ".git"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"git+http://127.0.0.1:{server.server_address[1]}/"
+        cases.append((tmp_path, f"{installing.NAME}[{extras_in_one}] @ {address}"))
+        command = [sys.executable, "-m", "pip", "install", *options, ""]
+        for place, line in cases:
+            command[-1] = line
+            done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, (line, done.stderr)
+            assert f"Would install {installing.NAME}-" in done.stdout.replace("_", "-"), (line, done.stdout)
+        command[-1] = f"vishwamai[serve] @ {address}"  # the name of another project
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode != 0 and installing.NAME in done.stdout + done.stderr
+        server.shutdown()
 
 
 def test_extras_are_those_of_the_project():
@@ -83,11 +136,13 @@ def test_the_line_works_from_where_the_user_is(monkeypatch, tmp_path):
     for origin, line in (
         ({}, "in a clone of this repository, pip install '.[serve]'"),
         ({"url": tmp_path.as_uri(), "dir_info": {}}, f"pip install '{tmp_path}[serve]'"),
+        ({"url": tmp_path.as_uri(), "vcs_info": {"vcs": "git"}}, f"pip install '{tmp_path}[serve]'"),
+        ({"url": "file:///gone", "vcs_info": {"vcs": "git"}}, "in a clone of this repository, pip install '.[serve]'"),
         (
             {"url": "https://example.org/a/b.git", "vcs_info": {"vcs": "git"}},
-            "pip install 'vishwamai[serve] @ git+https://example.org/a/b.git'",
+            "pip install 'vishwamai-jax[serve] @ git+https://example.org/a/b.git'",
         ),
-        ({"url": "https://example.org/v.whl"}, "pip install 'vishwamai[serve] @ https://example.org/v.whl'"),
+        ({"url": "https://example.org/v.whl"}, "pip install 'vishwamai-jax[serve] @ https://example.org/v.whl'"),
         ({"url": "file:///gone/v.whl"}, "in a clone of this repository, pip install '.[serve]'"),
     ):
         monkeypatch.setattr(installing, "_origin", lambda origin=origin: origin)

@@ -66,7 +66,7 @@ def test_a_twentieth_of_the_memory(dtype):
     assert ours - widened <= theirs / 20
 
 
-@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["v5e", "v5p"])
 def test_a_twentieth_of_the_memory_on_tpu(target):

@@ -25,7 +25,7 @@ from vishwamai.core.errors import FallbackWarning, KernelError, UnsupportedError
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.target import Target
 
-pytestmark = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+pytestmark = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 
 CASES = [(op, case) for op in contract.OPERATIONS.values() for case in op.cases]
 TARGETS = tuple(TPUS)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vishwamai[torch]'")
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install '.[torch]'")
 
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 

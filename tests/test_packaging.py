@@ -26,6 +26,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tools"))
 
 import project_links  # noqa: E402
+from cross_wheel import FILES  # noqa: E402
+
+from vishwamai.core import installing  # noqa: E402
 
 
 def in_fresh_process(code: str, **environment: str) -> str:
@@ -113,13 +116,13 @@ def test_version_agrees_with_metadata():
     import vishwamai
 
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert vishwamai.__version__ == importlib.metadata.version("vishwamai") == declared
+    assert vishwamai.__version__ == importlib.metadata.version(installing.NAME) == declared
     project = tomllib.loads((ROOT / "capibara/pyproject.toml").read_text())["project"]
-    assert project["version"] == declared and project["dependencies"] == [f"vishwamai=={declared}"]
+    assert project["version"] == declared and project["dependencies"] == [f"{installing.NAME}=={declared}"]
 
 
 def test_hard_dependencies_are_jax_and_numpy():
-    requirements = [r for r in importlib.metadata.requires("vishwamai") or [] if "extra ==" not in r]
+    requirements = [r for r in importlib.metadata.requires(installing.NAME) or [] if "extra ==" not in r]
     assert sorted(re.split(r"[^\w-]", r)[0] for r in requirements) == ["jax", "numpy"]
 
 
@@ -128,7 +131,9 @@ def test_the_benchmark_is_installed_without_libtpu():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
     def required(extra: str) -> set[str]:
-        inner = [name for r in extras[extra] if (m := re.match(r"vishwamai\[(.*)\]", r)) for name in m[1].split(",")]
+        inner = [
+            name for r in extras[extra] if (m := re.match(rf"{installing.NAME}\[(.*)\]", r)) for name in m[1].split(",")
+        ]
         return {re.split(r"[^\w-]", r)[0] for r in extras[extra]}.union(*map(required, inner))
 
     assert "libtpu" not in required("bench") and {"rich", "jinja2", "tokenizers"} <= required("bench")
@@ -273,7 +278,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source archive, unpacked."""
     folder = tmp_path_factory.mktemp("sdist")
     call_backend(ROOT, f"build_sdist({str(folder)!r})")
-    (archive,) = folder.glob("vishwamai-*.tar.gz")
+    (archive,) = folder.glob(f"{FILES}-*.tar.gz")
     return unpacked(archive)
 
 
@@ -334,7 +339,7 @@ def test_a_failed_native_build(sdist: Path, tmp_path: Path):
     prepared.mkdir()
     printed = call_backend(sdist, f"prepare_metadata_for_build_wheel({str(prepared)!r})", **environment)
     assert "WITHOUT" not in printed and not (sdist / "build").exists()
-    (info,) = prepared.glob("vishwamai-*.dist-info")
+    (info,) = prepared.glob(f"{FILES}-*.dist-info")
     assert "Requires-Dist: jax" in (info / "METADATA").read_text()
 
     build = f"build_wheel({str(tmp_path)!r}, None, {str(info)!r})"
@@ -344,7 +349,7 @@ def test_a_failed_native_build(sdist: Path, tmp_path: Path):
 
     printed = call_backend(sdist, build, VISHWAMAI_NATIVE="", **environment)
     assert "vishwamai: installed WITHOUT the native CPU kernels" in printed
-    (wheel,) = tmp_path.glob("vishwamai-*-py3-none-any.whl")
+    (wheel,) = tmp_path.glob(f"{FILES}-*-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         for name in ("METADATA", "entry_points.txt"):
             assert archive.read(f"{info.name}/{name}") == (info / name).read_bytes()
@@ -366,7 +371,7 @@ def wheel_from(sdist: Path, target: Path, **environment: str) -> Path:
         str(sdist),
     ]
     subprocess.run(command, check=True, env=os.environ | environment, timeout=900)
-    (wheel,) = target.glob("vishwamai-*.whl")
+    (wheel,) = target.glob(f"{FILES}-*.whl")
     return wheel
 
 
@@ -378,7 +383,8 @@ def test_wheel_from_sdist_holds_the_package(sdist: Path, tmp_path: Path):
     names = zipfile.ZipFile(wheel_from(sdist, tmp_path, VISHWAMAI_NATIVE="require")).namelist()
     wanted = sources("src/*/**/*.py", "src/vishwamai/data/**/*.*", "src/**/*.html", "src/**/*.css")
     wanted = [name.removeprefix("src/") for name in wanted]
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"vishwamai"}  # no package of Capibara's
+    tops = {name.partition("/")[0].partition("-")[0] for name in names}
+    assert tops == {"vishwamai", FILES}  # no package of Capibara's
     assert not set(wanted + ["vishwamai/py.typed"]) - set(names)
     assert not [name for name in names if name.endswith((".cc", ".h"))]
     native = [name for name in names if name.startswith("vishwamai/core/_cpu.")]

@@ -34,7 +34,7 @@ from vishwamai.ops.paged_attention.cases import tables
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu import PagedConfig
 
-needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 
 
 NAMED = {impl.name: impl for impl in PAGED_ATTENTION.implementations}

@@ -15,7 +15,7 @@ from vishwamai import RotaryCache, aot, apply_rope, kernel_config, ragged_paged_
 from vishwamai.core.errors import ShapeError
 from vishwamai.ops.paged_attention.cases import tables
 
-needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 
 RUNS = ((1, 5), (6, 11), (1, 1))
 DIM, HEADS, POSITIONS = 16, 2, 12

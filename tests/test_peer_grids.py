@@ -11,7 +11,7 @@ import pytest
 
 import rotation
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vishwamai[torch]'")
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install '.[torch]'")
 
 import vishwamai.torch as vt  # noqa: E402
 

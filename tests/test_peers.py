@@ -11,7 +11,7 @@ import pytest
 
 import vishwamai
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vishwamai[torch]'")
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install '.[torch]'")
 functional = torch.nn.functional
 
 

@@ -194,7 +194,7 @@ def test_weights_unpacked_from_words(format, block_size, unpack, cores):
     assert np.nanmax(np.abs(got - want) / magnitude) < 1e-6
 
 
-@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 @pytest.mark.parametrize("format, block_size", [("int4", 128), ("int8", None), ("mxfp8", None)])
 def test_no_dequantized_copy_in_hbm(format, block_size):
     """The program's arguments are the quantized bytes, and its temporaries smaller than any copy of the weight."""

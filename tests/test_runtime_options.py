@@ -17,7 +17,7 @@ from vishwamai.aot.schedule import inspection
 from vishwamai.core.errors import ConfigError, DeviceError, KernelError, ShapeError
 from vishwamai.performance import RuntimeConfig, configure_runtime_options
 
-needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 
 LIMIT = "xla_tpu_scoped_vmem_limit_kib"
 BOTH = RuntimeConfig(

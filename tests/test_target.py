@@ -150,7 +150,7 @@ for target in sys.argv[1].split(","):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 @pytest.mark.parametrize("chip", hardware.TPUS.values(), ids=hardware.TPUS)
 def test_libtpu_compiles_for_the_slices(chip):
     """In a process of its own, since libtpu ends it on a topology that it does not know."""

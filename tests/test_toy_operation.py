@@ -80,7 +80,7 @@ def test_gpu_code_has_it():
     assert OPERATION.tagged("model")[0] in list(gpu_survey.candidates())
 
 
-@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 def test_the_tuner_has_it(capsys, monkeypatch, tmp_path):
     """`vishwamai tune` searches its tiles, writes its table, and the next call reads it."""
     tried = []

@@ -797,7 +797,7 @@ def test_adam_is_that_of_optax_and_writes_its_moments_in_place():
     assert moved["ours"] < 1.01 * (3 + 3 + 3 + 4)
 
 
-@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 def test_a_tpu_updates_each_parameter_in_one_loop():
     """Clipping, the guard, the moments, decay, the parameters and their average: one fusion that writes all of them."""
     params = {"w": jax.ShapeDtypeStruct((4096, 1024), jnp.float32), "v": jax.ShapeDtypeStruct((2048, 512), jnp.float32)}

@@ -15,7 +15,7 @@ import pytest
 import rotation
 import vishwamai
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vishwamai[torch]'")
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install '.[torch]'")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}

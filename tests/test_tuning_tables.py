@@ -21,7 +21,7 @@ from vishwamai.core.target import Target
 
 ALL = list(tables.entries(tables.shipped()))
 ENTRIES = [pytest.param(entry, id=str(entry)) for entry in ALL]
-needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install 'vishwamai[aot]'")
+needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 
 
 def test_tables_are_there():

@@ -19,6 +19,10 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+NAME = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["name"]
+FILES = NAME.replace("-", "_")
+"""How the names of its wheels begin."""
+
 COMPILER = "aarch64-linux-gnu-g++"
 PLATFORM = "manylinux_2_34_aarch64"
 ABI = (3, 12)
@@ -59,7 +63,7 @@ def build(python: str, out: Path, folder: Path) -> Path:
     module = _compile(binaries, include, version, folder / "build")
     raw = _packed(binaries, module, tags(version), folder)
     _run(binaries, "-m", "auditwheel", "repair", "--plat", "auto", "--only-plat", "-w", str(out), str(raw))
-    wheels = list(out.glob(f"vishwamai-*-{tags(version)[0]}-*{PLATFORM}.whl"))  # auditwheel has named it by its symbols
+    wheels = list(out.glob(f"{FILES}-*-{tags(version)[0]}-*{PLATFORM}.whl"))  # auditwheel has named it by its symbols
     if not wheels:
         sys.exit(f"cross_wheel: the module needs a newer system than {PLATFORM}: see {out}")
     return wheels[0]
@@ -104,7 +108,7 @@ def _packed(binaries: Path, module: Path, tag: tuple[str, str, str], folder: Pat
     settings = ["--config-settings=wheel.cmake=false", "--config-settings=wheel.py-api=py3"]
     words = ["-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", *settings]
     _run(binaries, *words, "-w", str(raw), str(ROOT))
-    (wheel,) = raw.glob("vishwamai-*-none-any.whl")
+    (wheel,) = raw.glob(f"{FILES}-*-none-any.whl")
     _run(binaries, "-m", "wheel", "unpack", "-d", str(unpacked), str(wheel))
     (tree,) = unpacked.iterdir()
     shutil.copy(module, tree / "vishwamai" / "core" / f"_cpu{tag[2]}")

