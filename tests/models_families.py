@@ -52,6 +52,8 @@ SMALL_MIXTURE = {
     "shared_expert_intermediate_size": 40,
 }
 
+MAMBA = {"mamba_d_conv": 3, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_n_heads": 8, "num_hidden_layers": 3}
+
 TINY: dict[str, Peer] = {
     "llama": Peer("Llama"),
     "mistral": Peer("Mistral", {"sliding_window": 9, "head_dim": 24}),
@@ -209,6 +211,40 @@ TINY: dict[str, Peer] = {
             "moe_layer_interval": 2,
             "moe_num_experts": 6,
             "num_hidden_layers": 4,
+        },
+    ),
+    "mamba2": Peer("Mamba2", {"conv_kernel": 3, "head_dim": 16, "n_groups": 2, "num_heads": 8, "state_size": 12}),
+    "bamba": Peer("Bamba", {**MAMBA, "attn_layer_indices": [1]}),
+    "granitemoehybrid": Peer(
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            **MIXTURE,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "logits_scaling": 5.0,
+            "residual_multiplier": 0.4,
+            "shared_intermediate_size": 40,
+        },
+    ),
+    "nemotron_h": Peer(
+        "NemotronH",
+        {
+            "conv_kernel": 3,
+            "head_dim": 24,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "mamba_head_dim": 20,
+            "mamba_num_heads": 6,
+            "moe_intermediate_size": 40,
+            "moe_latent_size": 36,
+            "moe_shared_expert_intermediate_size": 56,
+            "n_group": 4,
+            "n_groups": 2,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.5,
+            "ssm_state_size": 12,
+            "topk_group": 2,
         },
     ),
 }

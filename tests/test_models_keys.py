@@ -102,7 +102,7 @@ def all_keys() -> dict[str, Any]:
 def variants(name: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Key, value and the file, for each change of one key."""
     values = base(name)
-    layers = values["num_hidden_layers"]
+    layers = TINY[name].config().num_hidden_layers
     for key, sample in all_keys().items():
         if key in UNREAD:
             continue

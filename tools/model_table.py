@@ -19,6 +19,7 @@ from vishwamai.models import ModelConfig
 from vishwamai.models.families import FAMILIES, Family
 from vishwamai.models.layers.feed_forward import Ungated
 from vishwamai.models.layers.gated_delta import GatedDelta
+from vishwamai.models.layers.mamba2 import Mamba2
 from vishwamai.models.layers.short_conv import ShortConv
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,7 @@ def layers(family: Family) -> list[str]:
     words = {
         "latent attention": "latent.kv_rank" in fields,
         "short convolutions": ShortConv in family.mixers.values(),
+        "state spaces": Mamba2 in family.mixers.values(),
         "gated delta nets": any(issubclass(mixer, GatedDelta) for mixer in family.mixers.values()),
         "a gate of attention's output": "output_gate" in fields,
         "windows": "sliding_window" in reads,

@@ -38,6 +38,7 @@ _LEAST = {
     "dense_layers": 0,
     "experts.shared": 0,
     "initializer_range": 0,
+    "linear_attention.least_step": 0,
     "norm_eps": 0,
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), -1),
 }
@@ -218,6 +219,8 @@ class ModelConfig:
         count = fields["num_layers"]
         dense = fields.get("dense_layers", 0) if fields.get("experts") else count
         fields["layers"] = read_layers(family, values, sizes, count, dense, source)
+        if family.feed_forwards and not any(kind.experts for kind in fields["layers"]):
+            fields["experts"] = None
         return cls(family=values["model_type"], **fields)
 
     def to_dict(self) -> dict[str, Any]:

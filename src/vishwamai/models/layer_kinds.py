@@ -15,10 +15,14 @@ from vishwamai.models.rotation import Rope
 from vishwamai.models.values import check_value
 from vishwamai.ops.rope.scaling import parse_scaling
 
+_OLDER = {"attention": "full_attention", "mamba": "linear_attention"}
+"""Types of layers by their names in files of transformers 4."""
+
 _KINDS: Mapping[str, tuple[type, float | None]] = {
     "decoder_sparse_step": (int, None),
     "full_attention_interval": (int, None),
     "layer_types": (list, None),
+    "layers_block_type": (list, None),
     "no_rope_layer_interval": (int, None),
     "rotary_dim": (int, None),
     "max_window_layers": (int, 0),
@@ -26,6 +30,7 @@ _KINDS: Mapping[str, tuple[type, float | None]] = {
     "moe_layer_interval": (int, None),
     "original_max_position_embeddings": (int, None),
     "partial_rotary_factor": (float, None),
+    "position_embedding_type": (str, None),
     "rope_local_base_freq": (float, None),
     "rope_parameters": (dict, None),
     "rope_scaling": (dict, None),
@@ -165,7 +170,8 @@ def read_layers(
       UnsupportedError: a rotation or a type of layer is not one that the decoder computes.
     """
     reads = family.reads()
-    types = values.get("layer_types") if "layer_types" in reads else None
+    types_key = family.types_key or "layer_types"
+    types = values.get(types_key) if types_key in reads else None
     unused = {"sliding_window"} if "use_sliding_window" in reads and not values.get("use_sliding_window") else set()
     unused |= {"full_attention_interval", "sliding_window_pattern"} if types is not None else set()
     for key, (kind, least) in _KINDS.items():
@@ -185,12 +191,18 @@ def read_layers(
         if "full_attention_interval" in reads:
             interval = values.get("full_attention_interval") or 4
             types = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(count)]
+        if "attn_layer_indices" in reads:
+            chosen = values.get("attn_layer_indices") or []
+            if not isinstance(chosen, list) or not all(isinstance(i, int) for i in chosen):
+                raise ShapeError(f"{source}: `attn_layer_indices` is {chosen!r}; expected a list of numbers of layers.")
+            types = ["full_attention" if i in chosen else "linear_attention" for i in range(count)]
+    types = [_OLDER.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     if len(types) != count:
-        raise ShapeError(f"{source}: `layer_types` has {len(types)} entries; expected num_hidden_layers = {count}.")
+        raise ShapeError(f"{source}: `{types_key}` has {len(types)} entries; expected num_hidden_layers = {count}.")
     for kind in types:
         if kind not in family.mixers:
             names = ", ".join(family.mixers)
-            raise UnsupportedError(f"{source}: `layer_types` has {kind!r}; the decoder has {names}.")
+            raise UnsupportedError(f"{source}: `{types_key}` has {kind!r}; the decoder has {names}.")
         if kind == "sliding_attention" and window is None:
             raise UnsupportedError(
                 f"{source}: `layer_types` has 'sliding_attention', but `sliding_window` is null or not in use; give "
@@ -203,12 +215,15 @@ def read_layers(
         if not turns or not (family.global_rope or slides or (family.global_rope is False and window is None)):
             rope = Rope(rope.theta, partial=0.0)
         mixer = family.mixers[kind].read(sizes.get(kind, {}), window if slides else None, rope)
-        kinds.append(LayerKind(mixer, family.mixture if sparse else family.feed_forward))
+        network = family.mixture if sparse else family.feed_forward
+        kinds.append(LayerKind(mixer, family.feed_forwards.get(kind, network)))
     return tuple(kinds)
 
 
 def _rotated(family: Family, values: Mapping[str, Any], count: int, source: str) -> list[bool]:
-    """For every layer whether it rotates queries and keys, by the keys of SmolLM3."""
+    """For every layer whether it rotates queries and keys, by the keys of Granite 4 and SmolLM3."""
+    if "position_embedding_type" in family.reads() and values.get("position_embedding_type") != "rope":
+        return [False] * count
     if "no_rope_layers" not in family.reads():
         return [True] * count
     flags = values.get("no_rope_layers")
@@ -271,8 +286,12 @@ def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
     reads = family.reads()
     if "sliding_window" in reads:
         values["sliding_window"] = windows[0] if windows else None
-    if "layer_types" in reads:
-        values["layer_types"] = types
+    if family.types_key in reads:
+        values[family.types_key] = types
+    if "attn_layer_indices" in reads:
+        values["attn_layer_indices"] = [i for i, kind in enumerate(types) if kind == "full_attention"]
+    if "position_embedding_type" in reads:
+        values["position_embedding_type"] = "rope" if ropes else None
     if "use_sliding_window" in reads:
         values["use_sliding_window"] = bool(windows)
     if "no_rope_layers" in reads:

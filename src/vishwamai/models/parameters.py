@@ -126,7 +126,8 @@ def split_units(config: ModelConfig) -> dict[str, tuple[str, int]]:
         for axis, size in zip(parameter.axes, parameter.shape)
         if axis == "mlp"
     )
-    units["mlp"] = ("features in its feed-forward networks", math.gcd(*sizes))
+    if common := math.gcd(*sizes):
+        units["mlp"] = ("features in its feed-forward networks", common)
     units["vocab"] = ("entries in its vocab", config.vocab_size)
     if config.experts is not None:
         units["experts"] = ("experts", config.experts.count)

@@ -37,6 +37,7 @@ class Family:
       constants: keys that every file gets when it is written.
       layer_types: "none", "all" (`sliding_window` holds for every layer), "list" (`layer_types` says which), or "types"
         (the same in a family without windows).
+      types_key: the key of `layer_types` in files; None where files do not give them.
       layer_keys: further keys that say what the layers are: `use_sliding_window`, `mlp_only_layers` and the like.
       window_period: without `layer_types`, every so many layers one attends to everything.
       theta: base of the rotations where the file gives none. theta_key: the key that gives it, besides
@@ -46,6 +47,7 @@ class Family:
       global_rope: layers without a window rotate; False: only in a model without windows; None: never.
       mixers: classes of the mixers, by layer type.
       feed_forward, mixture: feed-forward networks of layers without and with experts.
+      feed_forwards: the same by layer type, where the type says which network a layer has.
       unread: starts of the names of tensors that the decoder leaves out, such as those of layers that draft.
       tensors: names that differ from the common ones, by parameter; None where the common one is absent.
     """
@@ -62,6 +64,7 @@ class Family:
     derive: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layer_types: str = "none"
+    types_key: str | None = "layer_types"
     layer_keys: tuple[str, ...] = ()
     window_period: int | None = None
     theta: float = 10000.0
@@ -72,13 +75,14 @@ class Family:
     mixers: Mapping[str, type[Mixer]] = dataclasses.field(default_factory=lambda: ATTENTION)
     feed_forward: FeedForward = Gated()
     mixture: FeedForward = Mixture()
+    feed_forwards: Mapping[str, FeedForward] = dataclasses.field(default_factory=dict)
     unread: tuple[str, ...] = ()
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def reads(self) -> frozenset[str]:
         """Keys that say what the layers are: windows, rotations, experts."""
         windows = {"none": (), "all": ("sliding_window",), "list": ("sliding_window", "layer_types")}
-        windows = {**windows, "types": ("layer_types",)}[self.layer_types]
+        windows = {**windows, "types": ("layer_types" if self.types_key is None else self.types_key,)}[self.layer_types]
         partial = () if self.partial is None else ("partial_rotary_factor",)
         return frozenset((*_ROTATION, self.theta_key, *windows, *partial, *self.layer_keys))
 

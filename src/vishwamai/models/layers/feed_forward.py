@@ -99,7 +99,7 @@ class Gated(FeedForward):
     }
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
-        table = gated_parameters(config.hidden_size, config.intermediate_size)
+        table = unit_parameters(config.hidden_size, config.intermediate_size)
         if config.mlp_bias:
             inner = config.intermediate_size
             table |= {f"{name}_bias": Parameter((inner,), ("mlp",), "zeros") for name in ("gate", "up")}
@@ -120,7 +120,7 @@ class Ungated(FeedForward):
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         hidden, inner = config.hidden_size, config.intermediate_size
-        table = {"up": matrix(hidden, inner, ("embed", "mlp")), "down": matrix(inner, hidden, ("mlp", "embed"))}
+        table = unit_parameters(hidden, inner, gated=False)
         if config.mlp_bias:
             table["up_bias"] = Parameter((inner,), ("mlp",), "zeros")
             table["down_bias"] = Parameter((hidden,), ("embed",), "zeros")
@@ -129,8 +129,7 @@ class Ungated(FeedForward):
     def __call__(
         self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE, token_mask: Any = None
     ) -> tuple[Any, ExpertLoad | None]:
-        inner = linear(x, arrays["up"], arrays.get("up_bias"), activation=config.activation)
-        return linear(inner, arrays["down"], axes.once(arrays.get("down_bias"))), None
+        return ungated_unit(config, arrays, x, axes), None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,9 +166,10 @@ class XIELU(Ungated):
         return linear(inner, arrays["down"], axes.once(arrays.get("down_bias"))), None
 
 
-def gated_parameters(hidden: int, inner: int, prefix: str = "") -> dict[str, Parameter]:
-    """The products of a gated unit of `inner` features, their names after a prefix."""
-    table = {f"{prefix}{name}": matrix(hidden, inner, ("embed", "mlp")) for name in ("gate", "up")}
+def unit_parameters(hidden: int, inner: int, prefix: str = "", gated: bool = True) -> dict[str, Parameter]:
+    """The products of a unit of `inner` features, with a gate or without, their names after a prefix."""
+    names = GATED[:-1] if gated else GATED[1:-1]
+    table = {f"{prefix}{name}": matrix(hidden, inner, ("embed", "mlp")) for name in names}
     table[f"{prefix}down"] = matrix(inner, hidden, ("mlp", "embed"))
     return table
 
@@ -185,6 +185,12 @@ def gated_unit(config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes, pref
     else:
         inner = vishwamai.gated_linear_unit(x, weights, config.activation)
     return linear(inner, arrays[prefix + "down"], axes.once(biases[2]))
+
+
+def ungated_unit(config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes, prefix: str = "") -> Any:
+    """The same without a gate."""
+    inner = linear(x, arrays[prefix + "up"], arrays.get(f"{prefix}up_bias"), activation=config.activation)
+    return linear(inner, arrays[prefix + "down"], axes.once(arrays.get(f"{prefix}down_bias")))
 
 
 def matched_numbers(network: FeedForward, config: ModelConfig, name: str, parameter: Parameter) -> float:

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from vishwamai.models.axes import ONE_DEVICE
 from vishwamai.models.blocks import norm
+from vishwamai.models.layers.absent import NoFeedForward, NoMixer
 from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.feed_forward import ExpertLoad, FeedForward, Gated
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
@@ -66,13 +67,25 @@ class LayerKind:
         return isinstance(self.feed_forward, Mixture)
 
     @property
+    def mixes(self) -> bool:
+        """Whether the layer has a mixer."""
+        return not isinstance(self.mixer, NoMixer)
+
+    @property
+    def computes(self) -> bool:
+        """Whether the layer has a feed-forward network."""
+        return not isinstance(self.feed_forward, NoFeedForward)
+
+    @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors of checkpoints by the parameter's name, where a family has no other."""
         return {**_TENSORS, **self.mixer.tensors, **self.feed_forward.tensors}
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """The parameters of one layer by name."""
-        norms = {key: p for name in NORMS[config.norms] for key, p in norm_parameters(config, name).items()}
+        halves = {"attention": self.mixes, "mlp": self.computes}
+        names = [name for name in NORMS[config.norms] if halves[name.split("_")[0]]]
+        norms = {key: p for name in names for key, p in norm_parameters(config, name).items()}
         if config.layer_scale:
             norms["layer_scale"] = Parameter((1,), (None,), "ones")
         return {**norms, **self.mixer.parameters(config), **self.feed_forward.parameters(config)}
@@ -103,11 +116,17 @@ def layer(
       The next carry, the pool, and the load of the experts (None without).
     """
     axes = tokens.axes if isinstance(tokens, Rows) else ONE_DEVICE
+    if not kind.mixes:
+        x, stream = _enter(config, arrays, "mlp_norm", carry)
+        out, load = kind.feed_forward(config, arrays, checkpoint_name(x, "mlp_input"), axes, token_mask)
+        return (stream, _leave(config, arrays, "mlp_post_norm", axes.total(out))), pool, load
     x, stream = _enter(config, arrays, "attention_norm", carry)
     if isinstance(tokens, Rows):
         mixed = kind.mixer(config, arrays, x, tokens)
     else:
         mixed, pool = kind.mixer.step(config, arrays, x, tokens, pool, first)
+    if not kind.computes:
+        return (stream, _leave(config, arrays, "attention_post_norm", axes.total(mixed))), pool, None
     parallel = config.norms in ("parallel", "shared")
     if not parallel:
         mixed = _leave(config, arrays, "attention_post_norm", axes.total(mixed))

@@ -17,8 +17,15 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.core.weight import Weight
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import linear
-from vishwamai.models.layers.feed_forward import GATED, ExpertLoad, FeedForward, gated_parameters, gated_unit
-from vishwamai.models.parameters import PREFIX, Parameter, Tensor
+from vishwamai.models.layers.feed_forward import (
+    GATED,
+    ExpertLoad,
+    FeedForward,
+    gated_unit,
+    ungated_unit,
+    unit_parameters,
+)
+from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix
 
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
@@ -43,6 +50,9 @@ class Experts:
       num_groups, top_groups: number of groups of experts, and of those that a token may reach.
       biases: the router and the experts have biases.
       clamped_limit: limit of the clamped unit of gpt-oss; None for the plain unit.
+      gated: experts, and the network that every token passes, are gated units; False for units without a gate.
+      latent_size: features of the vectors that experts read and write, by a product before and after them; None for
+        the layer's own.
     """
 
     count: int
@@ -58,6 +68,13 @@ class Experts:
     top_groups: int | None = None
     biases: bool = False
     clamped_limit: float | None = None
+    gated: bool = True
+    latent_size: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the products of an expert."""
+        return GATED if self.gated else GATED[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +87,8 @@ class Mixture(FeedForward):
         **{f"expert_{name}": Tensor(PREFIX + f"mlp.experts.{{expert}}.{name}_proj.weight", True) for name in GATED},
         "shared_expert_gate": Tensor(PREFIX + "mlp.shared_expert_gate.weight", True),
         **{f"shared_{name}": Tensor(PREFIX + f"mlp.shared_experts.{name}_proj.weight", True) for name in GATED},
+        "latent_enter": Tensor(PREFIX + "mlp.fc1_latent_proj.weight", True),
+        "latent_leave": Tensor(PREFIX + "mlp.fc2_latent_proj.weight", True),
     }
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
@@ -78,17 +97,21 @@ class Mixture(FeedForward):
         table = {"router": Parameter((hidden, count), ("embed", None))}
         if experts.method in ("noaux_tc", "corrected"):
             table["router_correction"] = Parameter((count,), (None,), "zeros", float32=True)
-        for name in ("gate", "up"):
-            table[f"expert_{name}"] = Parameter((count, hidden, inner), ("experts", "embed", "mlp"), matrix=True)
-        table["expert_down"] = Parameter((count, inner, hidden), ("experts", "mlp", "embed"), matrix=True)
+        width = experts.latent_size or hidden
+        for name in experts.names[:-1]:
+            table[f"expert_{name}"] = Parameter((count, width, inner), ("experts", "embed", "mlp"), matrix=True)
+        table["expert_down"] = Parameter((count, inner, width), ("experts", "mlp", "embed"), matrix=True)
+        if experts.latent_size:
+            table["latent_enter"] = matrix(hidden, width, ("embed", None))
+            table["latent_leave"] = matrix(width, hidden, (None, "embed"))
         if experts.biases:
             table["router_bias"] = Parameter((count,), (None,), "zeros")
             for name, size in (("gate", inner), ("up", inner), ("down", hidden)):
                 axis = "embed" if name == "down" else "mlp"
                 table[f"expert_{name}_bias"] = Parameter((count, size), ("experts", axis), "zeros")
-        wide = experts.shared_size or inner * experts.shared
+        wide = self.shared_size(config)
         if wide:
-            table |= gated_parameters(hidden, wide, "shared_")
+            table |= unit_parameters(hidden, wide, "shared_", experts.gated)
         if wide and experts.shared_gate:
             table["shared_expert_gate"] = Parameter((hidden, 1), ("embed", None))
         return table
@@ -99,15 +122,29 @@ class Mixture(FeedForward):
         experts = _sizes(config)
         out, load = _routed(config, experts, arrays, x, axes, token_mask)
         if "shared_down" in arrays:
-            shared = gated_unit(config, arrays, x, axes, "shared_")
+            unit = gated_unit if experts.gated else ungated_unit
+            shared = unit(config, arrays, x, axes, "shared_")
             if experts.shared_gate:
                 shared = shared * jax.nn.sigmoid(linear(x, arrays["shared_expert_gate"]))
             out = out + shared
         return out, load
 
+    def shared_size(self, config: ModelConfig) -> int:
+        """Inner width of the network that every token passes; 0 for none."""
+        experts = _sizes(config)
+        return experts.shared_size or (experts.inner_size or config.intermediate_size) * experts.shared
+
     def share(self, config: ModelConfig, name: str) -> float:
         experts = _sizes(config)
         return experts.top_k / experts.count if name.startswith("expert_") else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseMixture(Mixture):
+    """A mixture of experts and a network of the model's `intermediate_size`, which every token passes (Granite 4)."""
+
+    def shared_size(self, config: ModelConfig) -> int:
+        return config.intermediate_size
 
 
 def _sizes(config: ModelConfig) -> Experts:
@@ -119,26 +156,30 @@ def _routed(
     config: ModelConfig, experts: Experts, arrays: Arrays, x: Any, axes: MeshAxes, token_mask: Any
 ) -> tuple[Any, ExpertLoad]:
     """The sum of the chosen experts' outputs, without the shared ones, and the load."""
-    weights = tuple(arrays[f"expert_{name}"] for name in GATED)
+    weights: Any = tuple(arrays.get(f"expert_{name}") for name in GATED)
     gate_bias, up_bias, down_bias = (arrays.get(f"expert_{name}_bias") for name in GATED)
     biases = (gate_bias, up_bias, axes.once(down_bias))
     router, options = arrays["router"].astype(jnp.float32), _routing(experts, arrays)
     weights = tuple(
-        w if isinstance(w, (QTensor, PackedQTensor, CodeTensor, Weight)) else w.astype(x.dtype) for w in weights
+        w if w is None or isinstance(w, (QTensor, PackedQTensor, CodeTensor, Weight)) else w.astype(x.dtype)
+        for w in weights
     )
     unit = {"activation": config.activation}
     if experts.clamped_limit is not None:
         unit = {"activation": "swigluoai", "limit": experts.clamped_limit}
-    split = explicit_axis(weights[0])
+    inner = linear(x, arrays["latent_enter"]) if experts.latent_size else x
+    split = explicit_axis(weights[1])
     if split is not None:
-        out = _over_experts(split, x, router, weights, biases, options, unit)
-        return out, _load(vishwamai.moe_routing(x, router, token_mask=token_mask, **options))
-    result = vishwamai.moe_layer(x, router, *weights, biases=biases, expert_axis=axes.expert, **unit, **options)
-    routing = result.routing
-    if axes.tokens or token_mask is not None:  # XLA merges what the two have in common
-        over = axes.tokens or None
-        routing = vishwamai.moe_routing(x, router, axis_name=over, token_mask=token_mask, **options)
-    return result.out, _load(routing)
+        out = _over_experts(split, inner, x, router, weights, biases, options, unit)
+        routing = vishwamai.moe_routing(x, router, token_mask=token_mask, **options)
+    else:
+        out, routing, _ = vishwamai.moe_layer(
+            inner, router, *weights, router_tokens=x, biases=biases, expert_axis=axes.expert, **unit, **options
+        )
+        if axes.tokens or token_mask is not None:  # XLA merges what the two have in common
+            over = axes.tokens or None
+            routing = vishwamai.moe_routing(x, router, axis_name=over, token_mask=token_mask, **options)
+    return linear(out, arrays["latent_leave"]) if experts.latent_size else out, _load(routing)
 
 
 def explicit_axis(weight: Any) -> str | None:
@@ -152,26 +193,36 @@ def explicit_axis(weight: Any) -> str | None:
 
 
 def _over_experts(
-    axis: str, x: Any, router: Any, weights: Any, biases: Any, options: dict[str, Any], unit: dict[str, Any]
+    axis: str,
+    x: Any,
+    scored: Any,
+    router: Any,
+    weights: Any,
+    biases: Any,
+    options: dict[str, Any],
+    unit: dict[str, Any],
 ) -> Any:
     """`moe_layer` where every device has all tokens and its share of the experts: each sends a share of the tokens to
-    their experts, and the results are gathered.
+    their experts, and the results are gathered; the router reads `scored`.
     """
-    tokens = x.reshape(-1, x.shape[-1])
-    missing = -tokens.shape[0] % jax.typeof(tokens).sharding.mesh.shape[axis]
-    tokens = jax.sharding.reshard(jnp.pad(tokens, ((0, missing), (0, 0))), PartitionSpec(axis))
+    split, replicated = PartitionSpec(axis), PartitionSpec()
+
+    def shared(x: Any) -> Any:
+        tokens = x.reshape(-1, x.shape[-1])
+        missing = -tokens.shape[0] % jax.typeof(tokens).sharding.mesh.shape[axis]
+        return jax.sharding.reshard(jnp.pad(tokens, ((0, missing), (0, 0))), split)
+
     arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
     static = {name: value for name, value in options.items() if name not in arrays}
 
-    def run(tokens: Any, router: Any, weights: Any, biases: Any, arrays: Any) -> Any:
+    def run(tokens: Any, scored: Any, router: Any, weights: Any, biases: Any, arrays: Any) -> Any:
         return vishwamai.moe_layer(
-            tokens, router, *weights, biases=biases, expert_axis=axis, **unit, **static, **arrays
+            tokens, router, *weights, router_tokens=scored, biases=biases, expert_axis=axis, **unit, **static, **arrays
         ).out
 
-    split, replicated = PartitionSpec(axis), PartitionSpec()
-    places = (split, replicated, split, split, replicated)
+    places = (split, split, replicated, split, split, replicated)
     out = jax.shard_map(run, in_specs=places, out_specs=split, axis_names={axis})(
-        tokens, router, weights, biases, arrays
+        shared(x), shared(scored), router, weights, biases, arrays
     )
     return jax.sharding.reshard(out, replicated)[: x.shape[0] * x.shape[1]].reshape(x.shape)
 

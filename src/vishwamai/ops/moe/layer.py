@@ -62,6 +62,7 @@ def moe_layer(
     down: Float[Array, "experts f d"] | QTensor | PackedQTensor | CodeTensor | Weight,
     *,
     top_k: int = 2,
+    router_tokens: Float[Array, "*tokens e"] | None = None,
     biases: Sequence[Float[Array, "experts _"] | None] | None = None,
     activation: str = "silu",
     limit: float = 7.0,
@@ -96,6 +97,8 @@ def moe_layer(
       up: `[E, d, f]`.
       down: `[E, f, d]`.
       top_k: experts of each token.
+      router_tokens: `[..., e]`, what the router scores in place of `tokens`, with `router_weights` `[e, E]`: experts of
+        short vectors, which a product makes of the model's (Nemotron 3). None for `tokens`.
       biases: the experts' biases: (gate `[E, f]`, up `[E, f]`, down `[E, d]`), each may be None; or None for none. Over
         several devices, this device's experts', like the weights.
       activation: "silu", "gelu", "gelu_tanh", "relu" or "relu2"; or "swigluoai", gpt-oss's clamped unit of gate g and
@@ -144,7 +147,12 @@ def moe_layer(
     _check_overlap(axes, exchange, overlap)
     gate_bias, up_bias, down_bias = _biases(biases, gate, up, down)
     check_limit(activation, gate, limit)
-    routing = moe_routing(tokens, router_weights, top_k=top_k, axis_name=axes, **routing_options)
+    scored = tokens if router_tokens is None else as_array("moe_layer", "router_tokens", router_tokens)
+    if scored.shape[:-1] != tokens.shape[:-1]:
+        raise ShapeError(
+            f"moe_layer: `router_tokens` has shape {scored.shape}, but `tokens` has {tokens.shape}; pass as many."
+        )
+    routing = moe_routing(scored, router_weights, top_k=top_k, axis_name=axes, **routing_options)
     places = None if expert_places is None else _places(expert_places, routing.expert_counts.shape[0])
     placed = routing if places is None else _placed(routing, places)
     x = tokens.reshape(-1, tokens.shape[-1])
