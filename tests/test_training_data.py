@@ -13,6 +13,7 @@ import pytest
 from test_training import small_values
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError
+from vishwamai.training import bounded
 from vishwamai.training.config import EvaluationSection, SourceSection
 from vishwamai.training.config_file import from_dict
 from vishwamai.training.data import held_out_batches, prepare, training_batches
@@ -229,6 +230,41 @@ def test_no_file_takes_more_memory_than_its_bound(tmp_path):
     assert "2 MiB" in bad.reason
     assert len(read("line.jsonl", max_record_mib=4)[0]) == 3 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB
+
+
+def test_files_of_arrow_are_checked_before_they_are_read(tmp_path, monkeypatch):
+    """Buffers that decompression makes large, offsets outside their buffer, and rows that share their bytes."""
+    import pyarrow
+    import pyarrow.compute
+
+    def read(column, compression=None, damage=None) -> list[Any]:
+        table = pyarrow.table({"text": column})
+        options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(sink, table.schema, options=options) as writer:
+            writer.write_table(table)
+        content = sink.getvalue().to_pybytes()
+        (tmp_path / "a.arrow").write_bytes(content if damage is None else content.replace(*damage))
+        return list(documents(SourceSection(paths=(str(tmp_path / "a.arrow"),), max_record_mib=2)))
+
+    monkeypatch.setattr(bounded, "_GROUP", 1 << 20)
+    for column in (["x" * (1 << 20)] * 8, pyarrow.array(["y" * (4 << 20)] * 4).dictionary_encode()):
+        for compression in ("zstd", "lz4"):
+            (bad,) = read(column, compression)
+            assert isinstance(bad, Bad) and "max_record_mib" in bad.reason
+    assert read(["a", "b"], "zstd") == ["a", "b"] == read(["a", "b"])
+    offsets = np.array([0, 3, 6], np.int32).tobytes()
+    (bad,) = read(["one", "two"], damage=(offsets, np.array([0, 3, 1 << 30], np.int32).tobytes()))
+    assert isinstance(bad, Bad) and "column 'text' is damaged" in bad.reason
+    (first, bad) = read(["one", "two"], damage=(b"two", b"\xff\xfe\xfd"))
+    assert first == "one" and "not UTF-8" in bad.reason
+    for kind in (pyarrow.string_view(), pyarrow.run_end_encoded(pyarrow.int32(), pyarrow.string())):
+        (bad,) = read(
+            pyarrow.array(["a", "b"], pyarrow.string()).cast(kind)
+            if "view" in str(kind)
+            else pyarrow.compute.run_end_encode(pyarrow.array(["a", "b"]))
+        )
+        assert "which is not read" in bad.reason
 
 
 def test_links_that_leave_the_data_are_named(tmp_path):

@@ -69,6 +69,81 @@ _GROUP = 1 << 30
 """Bytes of a column that a group of rows may take in any case: published files have hundreds of MiB."""
 
 
+def arrow_batches(path: Path, most: int) -> Iterator[Any]:
+    """The batches of a stream of Arrow, whose offsets are checked before a value is read.
+
+    Args:
+      path: file of Arrow's stream format.
+      most: bytes that a batch may take when its buffers are decompressed.
+
+    Raises:
+      ValueError: the file is damaged, or exceeds the bound.
+    """
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as data:
+        for message in pyarrow.ipc.MessageReader.open_stream(data):
+            if message.type in ("record batch", "dictionary"):
+                total = _decompressed(message)
+                if total > max(most, _GROUP):
+                    raise ValueError(f"a batch of {total} bytes takes more than {limit(max(most, _GROUP))}")
+        data.seek(0)
+        for batch in pyarrow.ipc.open_stream(data):
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                _check(name, column)
+            yield batch
+
+
+def _decompressed(message: Any) -> int:
+    """Bytes of a message's buffers: of a compressed one its first eight bytes say how many (Arrow's Message.fbs)."""
+    from flatbuffers import encode, number_types
+    from flatbuffers.table import Table
+
+    content, long = message.metadata.to_pybytes(), number_types.Int64Flags
+    root = Table(content, encode.Get(number_types.UOffsetTFlags.packer_type, content, 0))
+
+    def union(table: Table, field: int) -> Table:
+        value = Table(content, 0)
+        table.Union(value, table.Offset(field))
+        return value
+
+    batch = union(root, 8)
+    if message.type == "dictionary":  # of an id (4), and the batch of its values (6)
+        batch = Table(content, batch.Indirect(batch.Offset(6) + batch.Pos))
+    place = batch.Offset(8)
+    if not place or not batch.Offset(10) or message.body is None:  # no buffers, or not compressed
+        return 0 if message.body is None else message.body.size
+    first, total = batch.Vector(place), 0
+    for i in range(batch.VectorLen(place)):
+        start, length = (encode.Get(long.packer_type, content, first + 16 * i + 8 * j) for j in range(2))
+        if length >= 8:
+            size = int.from_bytes(message.body.slice(start, 8).to_pybytes(), "little", signed=True)
+            total += length if size < 0 else size  # -1: not compressed
+    return total
+
+
+def _check(name: str, column: Any) -> None:
+    """Declines offsets that leave a column's buffers, and types whose rows may share bytes, so that a small file has
+    large rows.
+
+    Raises:
+      ValueError: the column has either.
+    """
+    import pyarrow
+
+    kinds = [column.type]
+    for kind in kinds:
+        if str(kind).startswith(("string_view", "binary_view", "list_view", "large_list_view", "run_end")):
+            raise ValueError(f"column {name!r} has the type {kind}, which is not read; write plain strings and lists")
+        kinds += [kind.field(i).type for i in range(kind.num_fields)]
+    try:
+        column.validate(full=True)
+    except pyarrow.ArrowInvalid as error:
+        # Offsets are looked at first. A text alone may be another encoding, which makes one row unreadable.
+        if len(kinds) > 1 or "UTF8" not in str(error):
+            raise ValueError(f"column {name!r} is damaged: {error}") from error
+
+
 def parts(batch: Any, most: int) -> Iterator[Any]:
     """A batch of pyarrow in parts of at most `most` bytes; None in place of a row that is larger."""
     if size(batch) <= most:

@@ -296,17 +296,14 @@ def _parquet(path: Path, columns: list[str], tools: str, most: int) -> Iterator[
 
 
 def _arrow(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, Any]]:
-    import pyarrow
-
-    with pyarrow.memory_map(str(path)) as data:
-        count = 0
-        for batch in pyarrow.ipc.open_stream(data):
-            names = _present(columns, tools, batch.schema.names)
-            if isinstance(names, _Unreadable):
-                yield 0, names
-                return
-            yield from enumerate(_rows(batch.select(names), most), count + 1)
-            count += len(batch)
+    count = 0
+    for batch in bounded.arrow_batches(path, most):
+        names = _present(columns, tools, batch.schema.names)
+        if isinstance(names, _Unreadable):
+            yield 0, names
+            return
+        yield from enumerate(_rows(batch.select(names), most), count + 1)
+        count += len(batch)
 
 
 def _present(columns: list[str], tools: str, names: list[str]) -> list[str] | _Unreadable:
