@@ -94,7 +94,7 @@ def test_the_names_of_a_server():
     assert hosts_of("0.0.0.0", []) == () and "a.example" in hosts_of("0.0.0.0", ["A.example"])
 
 
-def raw(address, text, seconds=5.0):
+def raw(address, text, seconds=100.0):
     """What a server sends for a text, until it closes the connection."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=seconds) as connection:
@@ -111,7 +111,7 @@ HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: applic
 def test_a_body_that_stops_ends(address):
     begin = time.monotonic()
     assert raw(address, HEAD + "Content-Length: 100\r\n\r\n{").startswith("HTTP/1.1 408")
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 60  # without the limit: for ever
 
 
 def test_two_lengths_of_a_body_end_the_connection(address):
@@ -123,7 +123,7 @@ def test_bodies_in_flight_are_bounded(address):
     host, port = address.removeprefix("http://").split(":")
     held = []
     for _ in range(4):
-        connection = socket.create_connection((host, int(port)), timeout=5)
+        connection = socket.create_connection((host, int(port)), timeout=100)
         connection.sendall((HEAD + f"Content-Length: {1 << 20}\r\n\r\n" + " " * 300_000).encode())
         held.append(connection)
     answers = [connection.recv(12) for connection in held]
@@ -152,7 +152,7 @@ def limited(engine, monkeypatch):
 @pytest.mark.turns(3)
 def test_silent_connections_end_and_keep_nobody_out(limited):
     host, port = limited.removeprefix("http://").split(":")
-    silent = [socket.create_connection((host, int(port)), timeout=5) for _ in range(20)]
+    silent = [socket.create_connection((host, int(port)), timeout=100) for _ in range(20)]
     assert httpx.get(f"{limited}/health").status_code == 200
     begin = time.monotonic()
     for connection in silent:
@@ -160,13 +160,13 @@ def test_silent_connections_end_and_keep_nobody_out(limited):
             assert connection.recv(1) == b""
         except ConnectionResetError:
             pass
-    half = socket.create_connection((host, int(port)), timeout=5)
+    half = socket.create_connection((host, int(port)), timeout=100)
     half.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
     try:
         assert half.recv(1) == b""
     except ConnectionResetError:
         pass
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 60  # without the limit: for ever
 
 
 def test_wrong_bodies_are_declined_at_their_first_fault():
