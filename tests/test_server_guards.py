@@ -264,9 +264,9 @@ def test_keys_have_comments_and_a_mode(tmp_path, capsys):
     path = tmp_path / "keys"
     path.write_text("# team A\nsecret\n\n")
     path.chmod(0o644)
-    assert serve._keys(path) == ("secret",) and "chmod 600" in capsys.readouterr().err
+    assert [key.secret for key in serve._keys(path)] == ["secret"] and "chmod 600" in capsys.readouterr().err
     path.chmod(0o600)
-    assert serve._keys(path) == ("secret",) and capsys.readouterr().err == ""
+    assert [key.secret for key in serve._keys(path)] == ["secret"] and capsys.readouterr().err == ""
 
 
 def test_a_priority_is_bounded(engine, address, monkeypatch):
