@@ -78,9 +78,8 @@ def greedy(model: Decoder, prompts: list[list[int]], count: int, page_size: int 
     """`count` greedy tokens of every prompt through `step`: one prefill of all, then steps of one token each."""
     sequences = len(prompts)
     per = -(-(max(map(len, prompts)) + count) // page_size)
-    shapes = page_shapes(
-        model.config, num_pages=sequences * per, page_size=page_size, dtype=model.dtype, stacked=model.stacked
-    )
+    sizes: dict[str, Any] = {"num_pages": sequences * per, "page_size": page_size, "num_states": sequences}
+    shapes = page_shapes(model.config, dtype=model.dtype, stacked=model.stacked, **sizes)
     pages = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), shapes)
     # Pages of the sequences are interleaved, as an engine would leave them.
     table = jnp.arange(sequences * per, dtype=jnp.int32).reshape(per, sequences).T
@@ -93,11 +92,13 @@ def greedy(model: Decoder, prompts: list[list[int]], count: int, page_size: int 
     lens = np.array([len(p) for p in prompts], np.int32)
     cu = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
     padded = np.concatenate([*prompts, [5, 5, 5]]).astype(np.int32)  # an engine pads to few lengths
-    batch = PagedBatch(jnp.asarray(lens), table, jnp.asarray(cu))
+    states = jnp.arange(sequences, dtype=jnp.int32)[::-1] * jnp.ones((2, 1), jnp.int32)
+    batch = PagedBatch(jnp.asarray(lens), table, jnp.asarray(cu), states=states)
     new, pages = step(model, jnp.asarray(padded), pages, batch)
     out = [new]
     for i in range(1, count):
-        batch = PagedBatch(jnp.asarray(lens + i), table, jnp.arange(sequences + 1, dtype=jnp.int32), 1)
+        ends = jnp.arange(sequences + 1, dtype=jnp.int32)
+        batch = PagedBatch(jnp.asarray(lens + i), table, ends, 1, states=states)
         new, pages = step(model, new, pages, batch)
         out.append(new)
     return np.stack(out, axis=1).tolist()

@@ -42,12 +42,8 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     ).all()
 
 
-PAGED = [name for name in TINY if not {"linear_attention", "conv"} & set(FAMILIES[name].mixers)]
-"""Families whose layers keep pages; the engine declines the others (`test_models_delta`)."""
-
-
-@pytest.mark.parametrize("name", rotation.in_turn(6, PAGED))
-def test_tokens_over_pages_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", rotation.in_turn(6, TINY))
+def test_tokens_over_pages_and_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     peer = TINY[name].save(tmp_path)
     tokens = np.random.default_rng(0).integers(3, 131, (2, 48))
     prompts = [tokens[0, :37].tolist(), tokens[1, :11].tolist()]
@@ -55,7 +51,7 @@ def test_tokens_over_pages_are_those_of_transformers(name: str, tmp_path: Path) 
     assert models_peer.greedy(model, prompts, 24) == [models_peer.peer_greedy(peer, prompt, 24) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", rotation.in_turn(18, PAGED))
+@pytest.mark.parametrize("name", rotation.in_turn(18, TINY))
 def test_the_engine_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     """Prompts go in chunks, next to other sequences, and a second time from the prefix cache."""
     peer = TINY[name].save(tmp_path)

@@ -321,7 +321,7 @@ def _decoding(arguments: argparse.Namespace, target: str, experts: bool, formula
     from vishwamai.planning.published import published_range
 
     chip = Target.parse_chip(target)
-    read = sum(formula.parts[name].value for name in ("parameters", "kv"))
+    read = sum(formula.parts[name].value for name in ("parameters", "kv", "states"))
     least = read / chip.hbm_bandwidth_per_device
     lines = [f"  a token takes at least {least * 1e3:.4g} ms (analytic: weights and pages read once)"]
     step = Estimate(least, "analytic", "s")

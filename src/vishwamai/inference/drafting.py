@@ -65,6 +65,20 @@ def check_draft(config: ModelConfig, draft: ModelConfig, drafts: int, max_length
         )
 
 
+def decline_states(config: ModelConfig) -> None:
+    """Raises an error for guesses with a model whose layers have states.
+
+    Raises:
+      UnsupportedError: such a state cannot go back to the last guess that was right.
+    """
+    for kind in config.layers:
+        if kind.mixer.state(config):
+            raise UnsupportedError(
+                f"{config.family}: layers of type '{kind.mixer.layer_type}' have a state, which cannot go back to the "
+                "last guess that was right; leave out guesses (--guesses, --draft-model)."
+            )
+
+
 def draft_step(
     draft: Decoder,
     pages: Any,

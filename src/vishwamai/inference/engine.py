@@ -23,9 +23,9 @@ from vishwamai.core.optimization import Optimization
 from vishwamai.inference.adapters import Adapters, Matrices
 from vishwamai.inference.answers import Answer, Delta, Finish, joined
 from vishwamai.inference.core import EngineCore
-from vishwamai.inference.drafting import check_draft
+from vishwamai.inference.drafting import check_draft, decline_states
 from vishwamai.inference.limits import Limits
-from vishwamai.inference.memory import ring_pages, rings_of
+from vishwamai.inference.memory import default_states, ring_pages, rings_of
 from vishwamai.inference.mesh import mesh_of, place_model
 from vishwamai.inference.pages import PagePool
 from vishwamai.inference.pools import calibration_tokens, kv_dtype_of, make_pools
@@ -61,13 +61,16 @@ class Engine:
       mesh: devices that split parameters and pages, by explicit axes "tensor" and "expert" (see `mesh`); None: those of
         the model's parameters. It splits the model given, in place.
       adapters: places for adapters (`load_adapter`), or None for none.
+      num_states: slots of states, for a model whose layers have them: one of each sequence that runs, and those that
+        the prefix cache keeps; None: three for each of `max_sequences`, or one without prefix cache.
       optimization: keys of `vishwamai.performance.Optimization`; `use_fp8` and `use_pjit` belong to `plan_load`.
       compile: when programs are compiled: "ahead", all before the first request; or "lazy", two steps before it and
         each other one when it is first needed, while the requests of that step wait.
       on_program: called with (how many programs are compiled, of how many, the next one's name).
 
     Raises:
-      UnsupportedError: keys and values of that dtype are not served, or packed weights are to be split.
+      UnsupportedError: keys and values of that dtype are not served, packed weights are to be split, or there are to be
+        guesses for a model or of a draft whose layers have states.
       ShapeError: the mesh does not divide what it is to split, or the draft cannot guess for the model.
 
     >>> from flax import nnx
@@ -96,6 +99,7 @@ class Engine:
         end_tokens: Sequence[int] = (),
         mesh: Mesh | None = None,
         adapters: AdapterSizes | None = None,
+        num_states: int | None = None,
         optimization: Optimization | Mapping[str, Any] | None = None,
         compile: str = "ahead",
         on_program: Callable[[int, int, str], None] | None = None,
@@ -112,6 +116,9 @@ class Engine:
             raise ShapeError(f"Engine: `compile` is {compile!r}; pass {' or '.join(map(repr, COMPILE))}.")
         if drafts >= self.limits.max_tokens:
             raise ShapeError(f"Engine: {drafts} guesses a step do not fit into {self.limits.max_tokens} tokens of it.")
+        for decoder in (model, draft):
+            if drafts and decoder is not None:
+                decline_states(decoder.config)
         if draft is not None:
             check_draft(model.config, draft.config, drafts, self.limits.max_length)
         if mesh is not None:
@@ -121,6 +128,11 @@ class Engine:
         of_tokenizer = None if tokenizer is None else tokenizer.end_token
         ends = (*(end if isinstance(end, Sequence) else (end,)), of_tokenizer)
         self.end_tokens = frozenset(end_tokens) | {token for token in ends if token is not None}
+        default_count = default_states(model.config, self.limits.max_sequences, prefix_cache)
+        if num_states is None or not default_count:
+            num_states = default_count
+        elif num_states < 1:
+            raise ShapeError(f"Engine: `num_states` is {num_states}; pass at least 1, the states of one sequence.")
         page_size = self.limits.page_size
         sample = calibration_tokens(model.config.vocab_size, min(256, self.limits.max_length), tokenizer)
         rings = [{} if decoder is None else rings_of(decoder.config, self.limits) for decoder in (model, draft)]
@@ -129,7 +141,9 @@ class Engine:
             pools, draft_pools = (
                 ()
                 if decoder is None
-                else make_pools(decoder, page_size, num_pages, kv_dtype, sample, mesh, ring_pages(of, self.limits))
+                else make_pools(
+                    decoder, page_size, num_pages, kv_dtype, sample, mesh, ring_pages(of, self.limits), num_states
+                )
                 for decoder, of in zip((model, draft), rings)
             )
         if adapters is not None and mesh is not None:
@@ -154,7 +168,7 @@ class Engine:
         )
         self.prompts = Prompts(self.programs.vocab, self.limits, num_pages, tokenizer)
         pool = PagePool(num_pages, prefix_cache)
-        self.scheduler = Scheduler(self.limits, pool, rotation_switch(model.config), windows)
+        self.scheduler = Scheduler(self.limits, pool, rotation_switch(model.config), windows, num_states)
         self.core = EngineCore(self.programs, self.scheduler, tokenizer, self.end_tokens)
         self.statistics = self.core.statistics
         self.failure: str | None = None

@@ -21,6 +21,7 @@ class Limits:
       aging: seconds by which one unit of priority moves a request forward.
       mixed_tokens: tokens in one step of prompts and decodes together, so that prompts hold decodes up by little; None:
         a quarter of `max_tokens`, or all of them where that leaves no room for prompts.
+      state_pages: pages of a long prompt after which its states are kept each time, in models with states.
     """
 
     max_sequences: int = 32
@@ -29,9 +30,10 @@ class Limits:
     page_size: int = 16
     aging: float = 10.0
     mixed_tokens: int | None = None
+    state_pages: int = 64
 
     def __post_init__(self) -> None:
-        for field in ("max_sequences", "max_length", "page_size"):
+        for field in ("max_sequences", "max_length", "page_size", "state_pages"):
             if getattr(self, field) < 1:
                 raise ShapeError(f"Limits: `{field}` is {getattr(self, field)}; pass at least 1.")
         if self.max_tokens <= self.max_sequences:

@@ -17,9 +17,9 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
-from vishwamai.inference.drafting import check_draft
+from vishwamai.inference.drafting import check_draft, decline_states
 from vishwamai.inference.limits import Limits
-from vishwamai.inference.memory import page_bytes, ring_pages, rings_of, weight_bytes
+from vishwamai.inference.memory import default_states, page_bytes, ring_pages, rings_of, state_bytes, weight_bytes
 from vishwamai.inference.mesh import serving_mesh, serving_rules
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.prompts import Prompts
@@ -70,6 +70,8 @@ class Load:
       draft: a draft model, whose bytes `weights` and `pages` do not count, or None.
       keep_packed, adapters: arguments of `plan_load`.
       memory: the bytes that all may take where the caller says so, or None.
+      num_states: slots of states, in models whose layers have them.
+      states: the bytes of those.
     """
 
     directory: Path
@@ -92,12 +94,14 @@ class Load:
     keep_packed: bool = False
     memory: int | None = None
     adapters: AdapterSizes | None = None
+    num_states: int = 0
+    states: int = 0
 
     @property
     def total(self) -> int:
         """Bytes in all."""
         draft = 0 if self.draft is None else self.draft.weights + self.draft.pages
-        return self.weights + self.pages + self.step + draft
+        return self.weights + self.pages + self.states + self.step + draft
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -122,9 +126,12 @@ class Load:
         return (
             f"{self.config.family}, {self.config.num_layers} layers, from {self.directory}, in {form}, on "
             f"{where}: {human(self.total)} planned{limit_text}: weights {human(self.weights)}, keys and "
-            f"values {human(self.pages)} ({tokens} tokens in {self.kv_dtype}), a step {human(self.step)}"
-            f"{'' if self.draft is None else f', {self.draft}'}{self._rings()}"
+            f"values {human(self.pages)} ({tokens} tokens in {self.kv_dtype}){self._states()}, a step "
+            f"{human(self.step)}{'' if self.draft is None else f', {self.draft}'}{self._rings()}"
         )
+
+    def _states(self) -> str:
+        return f", states {human(self.states)} ({self.num_states} sequences or prefixes)" if self.states else ""
 
     def _rings(self) -> str:
         rings = rings_of(self.config, self.limits)
@@ -158,6 +165,7 @@ class Load:
             draft=draft,
             prefix_cache=self.prefix_cache,
             adapters=self.adapters,
+            num_states=self.num_states,
             end_tokens=self.generation.eos_token_ids,
             mesh=mesh,
             optimization=self.optimization.of_kernels,
@@ -244,7 +252,7 @@ def plan_load(
     Raises:
       ConfigError: `optimization` has an unknown key, or contradicts another option.
       ShapeError: the directory is not a whole model, or an option or the draft model contradicts it.
-      UnsupportedError: as `from_pretrained`.
+      UnsupportedError: as `from_pretrained`, or a model with states is to have guesses.
       DeviceError: it does not fit; the text says what would.
     """
     keys = Optimization.of(optimization)
@@ -282,6 +290,8 @@ def plan_load(
         ring = page_bytes(config, page_size, stored, devices, num_pages=0, window_pages=all_rings)
         return copies * weights, copies * page, copies * ring
 
+    if drafts:
+        decline_states(config)
     read_index(directory)  # every file is there, and whole
     weights, page, ring = sizes(directory, config, rings)
     weights += 0 if adapters is None else adapters.bytes(config, itemsize)
@@ -289,6 +299,7 @@ def plan_load(
     if draft_model is not None:
         draft_model = model_directory(Path(draft_model), weights=True)
         small = _read_draft(Path(draft_model), directory, config, drafts, max_length)
+        decline_states(small)
         of_draft = rings_of(small, limits)
         draft_weights, draft_page, draft_ring = sizes(Path(draft_model), small, of_draft)
         draft = Draft(Path(draft_model), small, draft_weights, 0)
@@ -299,6 +310,11 @@ def plan_load(
     budget = memory if memory is not None else None if available is None else int(0.9 * available)
     most = max_sequences * limits.pages_per_sequence
     fixed = weights + step + ring + draft_ring + (0 if draft is None else draft.weights)
+    # Kept states get a quarter of what is left, where that is less than their number would take.
+    of_sequence, num_states = copies * state_bytes(config), default_states(config, max_sequences, prefix_cache)
+    if budget is not None and num_states:
+        num_states = min(num_states, max(max_sequences, (budget - fixed) // (4 * of_sequence)))
+    fixed += num_states * of_sequence
     growing = page + draft_page
     left = most if budget is None else (budget - fixed) // max(growing, 1)
     pages = min(most, left)
@@ -326,6 +342,8 @@ def plan_load(
         keep_packed,
         memory,
         adapters,
+        num_states,
+        num_states * of_sequence,
     )
     if pages < limits.pages_per_sequence:
         least = fixed + limits.pages_per_sequence * growing

@@ -1,4 +1,4 @@
-"""Bytes that a decoder's parameters and pages take on each device, by the shapes and shardings with which they lie."""
+"""Bytes of a decoder's parameters, pages and states on each device, by the shapes and shardings with which they lie."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vishwamai.core.qtensor import QTensor, bits
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.mesh import logical_rules, pool_sharding
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.pages import page_shapes, window_rings
+from vishwamai.models.pages import has_states, page_shapes, window_rings
 from vishwamai.models.parameters import Parameter, parameter_path, top_parameters
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def page_bytes(
     num_pages: int = 1,
     window_pages: Mapping[int, int] | None = None,
 ) -> int:
-    """Bytes on each device of one page of every layer, or of so many.
+    """Bytes on each device of one page of every layer, or of so many; without those of states.
 
     Args:
       page_size: tokens of a page.
@@ -141,5 +141,15 @@ def page_bytes(
         return math.prod(shape.shape if mesh is None else pool_sharding(config, mesh).shard_shape(shape.shape))
 
     sizes: dict[str, Any] = {"num_pages": num_pages, "page_size": page_size, "window_pages": window_pages}
-    shapes = page_shapes(config, dtype=dtype, stacked=False, **sizes)
-    return sum(elements(shape) * shape.dtype.itemsize for shape in shapes)
+    shapes = page_shapes(config, dtype=dtype, stacked=False, num_states=1, **sizes)
+    return sum(elements(shape) * shape.dtype.itemsize for shape in shapes if not isinstance(shape, dict))
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes on each device of the states of one sequence, in all layers: 0 for a model of pages alone."""
+    return sum(4 * math.prod(shape) for kind in config.layers for shape in kind.mixer.state(config).values())
+
+
+def default_states(config: ModelConfig, max_sequences: int, prefix_cache: bool) -> int:
+    """Slots of states where memory allows them: one for every sequence that may run, and two for each that are kept."""
+    return (1 + 2 * prefix_cache) * max_sequences if has_states(config) else 0

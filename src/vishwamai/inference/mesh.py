@@ -147,9 +147,13 @@ def place_model(model: Decoder, mesh: Mesh) -> Decoder:
 
 
 def place_pool(config: ModelConfig, pool: Any, mesh: Mesh | None) -> Any:
-    """A pool of pages `[pages, page_size, 2 * kv_heads, head_dim]`, or a latent one, over the mesh."""
+    """A pool of pages `[pages, page_size, 2 * kv_heads, head_dim]`, or a latent one, over the mesh; states lie on each
+    device, which has all heads of their layers.
+    """
     if mesh is None:
         return pool
+    if isinstance(pool, dict):
+        return replicated(pool, mesh)
     sharding = pool_sharding(config, mesh)
     if isinstance(pool, QuantizedPages):
         scales = NamedSharding(mesh, PartitionSpec(None, sharding.spec[2]))
@@ -160,7 +164,8 @@ def place_pool(config: ModelConfig, pool: Any, mesh: Mesh | None) -> Any:
 
 def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
     """How a pool of pages lies over the mesh: split by kv heads, or on each device where a row serves all heads."""
-    by_head = all(len(kind.mixer.page_row(config)) > 1 for kind in dict.fromkeys(config.layers))
+    paged = [kind.mixer for kind in dict.fromkeys(config.layers) if not kind.mixer.state(config)]
+    by_head = all(len(mixer.page_row(config)) > 1 for mixer in paged)
     heads = TENSOR if by_head and TENSOR in mesh.shape else None
     return NamedSharding(mesh, PartitionSpec(None, None, heads))
 

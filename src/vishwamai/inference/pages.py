@@ -62,6 +62,16 @@ class PagePool:
         """How many pages nobody holds that still have a prefix."""
         return len(self._idle)
 
+    @property
+    def blank(self) -> int:
+        """How many pages hold nothing worth keeping."""
+        return len(self._blank)
+
+    @property
+    def oldest(self) -> bytes | None:
+        """The digest of the page that has been idle for longest; None where none is."""
+        return next((self._digest_of[page] for page in self._idle), None)
+
     def holders(self, page: int) -> int:
         """How many sequences hold `page`."""
         return self._holders[page]
@@ -76,7 +86,7 @@ class PagePool:
                 page = self._blank.pop()
             else:
                 page, _ = self._idle.popitem(last=False)
-                del self._page_of[self._digest_of.pop(page)]
+                self.unpublish(page)
             self._holders[page] = 1
             pages.append(page)
         return pages
@@ -109,6 +119,24 @@ class PagePool:
             self._page_of[digest] = page
             self._digest_of[page] = digest
 
+    def published(self, page: int) -> bytes | None:
+        """The digest by which a page is known, or None."""
+        return self._digest_of.get(page)
+
+    def unpublish(self, page: int) -> None:
+        """Makes a held page known by no digest."""
+        del self._page_of[self._digest_of.pop(page)]
+
+    def drop(self, digest: bytes) -> bool:
+        """Makes the page of that digest blank, where it is idle."""
+        page = self._page_of.get(digest)
+        if page not in self._idle:
+            return False
+        del self._idle[page]
+        self.unpublish(page)
+        self._blank.append(page)
+        return True
+
     def release(self, pages: Sequence[int]) -> None:
         """One holder less for each page; a sequence's last pages become the oldest, for a prefix ends without them."""
         for page in reversed(pages):
@@ -122,7 +150,5 @@ class PagePool:
 
     def forget(self) -> None:
         """Makes every idle page blank: no later prompt finds an earlier one's prefix."""
-        for page in self._idle:
-            del self._page_of[self._digest_of.pop(page)]
-            self._blank.append(page)
-        self._idle.clear()
+        while (digest := self.oldest) is not None:
+            self.drop(digest)

@@ -1,4 +1,4 @@
-"""The pools of keys and values on the device, in floats or, with scales, in 8 bits.
+"""The pools of keys and values, in floats or, with scales, in 8 bits, and of states on the device.
 
 A quantized pool has one scale for each layer and each head of keys and of values. The scales are measured once, before
 the first request: a few tokens go through the model with pools of floats, and the largest magnitudes found, times a
@@ -66,7 +66,8 @@ def make_pools(
     tokens: Sequence[int],
     mesh: Mesh | None = None,
     window_pages: Mapping[int, int] | None = None,
-) -> tuple[jax.Array | QuantizedPages, ...]:
+    num_states: int = 0,
+) -> tuple[Any, ...]:
     """Empty pools, as `Decoder.step` takes them.
 
     Args:
@@ -76,22 +77,27 @@ def make_pools(
       tokens: sample that the scales of 8-bit pools are measured on.
       mesh: mesh of the model (`mesh.place_model`).
       window_pages: pages of one layer with that window, in place of `num_pages`.
+      num_states: slots of one layer with a state.
 
     Raises:
       UnsupportedError: a key or a value of `tokens` is not finite, so that it has no scale.
     """
     sizes: dict[str, Any] = {"page_size": page_size, "stacked": model.stacked}
-    shapes = page_shapes(model.config, num_pages=num_pages, dtype=dtype, window_pages=window_pages, **sizes)
+    counts: dict[str, Any] = {"num_pages": num_pages, "window_pages": window_pages, "num_states": num_states}
+    shapes = page_shapes(model.config, dtype=dtype, **counts, **sizes)
     pools = _empty(model, shapes, mesh)
     if dtype.itemsize > 1:
         return pools
     most = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     largest = _largest(model, page_size, tokens, mesh)
-    if not all(np.isfinite(np.asarray(array)).all() for pair in largest for array in pair):
+    if not all(np.isfinite(array).all() for array in jax.tree.leaves(largest)):
         raise UnsupportedError("keys or values of this model are not finite and have no scale; serve it in floats.")
     factor = _MARGIN[dtype.name] / most
-    scales = [[jnp.where(array > 0, factor * array, 1.0) for array in pair] for pair in largest]
-    return tuple(place_pool(model.config, QuantizedPages(pool, *pair), mesh) for pool, pair in zip(pools, scales))
+    scales = jax.tree.map(lambda array: jnp.where(array > 0, factor * array, 1.0), largest)
+    return tuple(
+        pool if pair is None else place_pool(model.config, QuantizedPages(pool, *pair), mesh)
+        for pool, pair in zip(pools, scales)
+    )
 
 
 def calibration_tokens(vocab: int, most: int, tokenizer: Any) -> list[int]:
@@ -105,37 +111,47 @@ def calibration_tokens(vocab: int, most: int, tokenizer: Any) -> list[int]:
     return np.random.default_rng(0).integers(0, vocab, most).tolist()
 
 
-def _empty(model: Decoder, shapes: Sequence[Any], mesh: Mesh | None) -> tuple[jax.Array, ...]:
+def _empty(model: Decoder, shapes: Sequence[Any], mesh: Mesh | None) -> tuple[Any, ...]:
     if mesh is None:
-        return zeros(shapes)
-    return tuple(place_pool(model.config, jnp.zeros(shape.shape, shape.dtype), mesh) for shape in shapes)
+        leaves, tree = jax.tree.flatten(tuple(shapes))
+        return jax.tree.unflatten(tree, zeros(leaves))
+    return tuple(
+        place_pool(model.config, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape), mesh) for shape in shapes
+    )
 
 
 def zeros(shapes: Sequence[Any]) -> tuple[jax.Array, ...]:
-    """Arrays of zeros of shapes with one dtype, by one program, which is kept.
+    """Arrays of zeros, by one program, which is kept.
 
-    The zero is an argument: of a constant, XLA makes a fill that one core of a CPU does alone.
+    The zeros of each dtype are arguments: of a constant, XLA makes a fill that one core of a CPU does alone.
     """
-    zero = jax.device_put(np.zeros((), shapes[0].dtype), may_alias=False)
-    function = jax.jit(partial(_filled, shapes=tuple(shape.shape for shape in shapes)))
-    return kept_programs.compiled(function, (zero,))(zero)
+    dtypes = list(dict.fromkeys(shape.dtype for shape in shapes))
+    zeros_of = [jax.device_put(np.zeros((), dtype), may_alias=False) for dtype in dtypes]
+    sizes = tuple((shape.shape, dtypes.index(shape.dtype)) for shape in shapes)
+    return kept_programs.compiled(jax.jit(partial(_filled, shapes=sizes)), (zeros_of,))(zeros_of)
 
 
-def _filled(value: Any, *, shapes: Any) -> tuple[Any, ...]:
-    return tuple(jnp.full(shape, value) for shape in shapes)
+def _filled(values: Any, *, shapes: Any) -> tuple[Any, ...]:
+    return tuple(jnp.full(shape, values[place]) for shape, place in shapes)
 
 
 def _largest(
     model: Decoder, page_size: int, tokens: Sequence[int], mesh: Mesh | None
-) -> list[tuple[jax.Array, jax.Array]]:
-    """The largest magnitudes of keys and of values, each `[layers of the pool, heads]`, of each pool."""
+) -> list[tuple[jax.Array, jax.Array] | None]:
+    """The largest magnitudes of keys and of values, each `[layers of the pool, heads]`, of each pool; None of one of
+    states.
+    """
     count = len(tokens)
     pages = -(-count // page_size)
-    shapes = page_shapes(model.config, num_pages=pages, page_size=page_size, dtype=model.dtype, stacked=model.stacked)
+    sizes: dict[str, Any] = {"num_pages": pages, "num_states": 1, "page_size": page_size}
+    shapes = page_shapes(model.config, dtype=model.dtype, stacked=model.stacked, **sizes)
     table = jnp.arange(pages, dtype=jnp.int32)[None]
-    batch = PagedBatch(jnp.array([count], jnp.int32), table, jnp.array([0, count], jnp.int32), count)
+    kv_lens, ends = jnp.array([count], jnp.int32), jnp.array([0, count], jnp.int32)
+    batch = PagedBatch(kv_lens, table, ends, count, states=jnp.zeros((2, 1), jnp.int32))
 
-    def of(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of(pool: Any) -> tuple[jax.Array, jax.Array] | None:
+        if isinstance(pool, dict):
+            return None
         rows = jnp.abs(pool.astype(jnp.float32)).reshape(pool.shape[0] // pages, -1, *pool.shape[2:])
         if rows.ndim == 3:  # latent rows, which are key and value at once
             maxima = rows.max(axis=(1, 2))[:, None]
@@ -144,7 +160,7 @@ def _largest(
         return maxima[:, 0::2], maxima[:, 1::2]
 
     @jax.jit
-    def measure(model: Decoder, pools: Any, tokens: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    def measure(model: Decoder, pools: Any, tokens: jax.Array) -> list[tuple[jax.Array, jax.Array] | None]:
         _, pools = model.step(tokens, pools, batch)
         return [of(gathered(pool, mesh)) for pool in pools]
 

@@ -28,6 +28,7 @@ from vishwamai.inference.pools import zeros
 from vishwamai.inference.sampling import Proposals, Rows, Sampled, all_allowed, empty_rows, sample
 from vishwamai.models import Decoder, PagedBatch
 from vishwamai.models.adapters import AdapterSizes, adapt
+from vishwamai.models.pages import has_states
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -94,13 +95,14 @@ def _forward(
     windows: Any,
     rows: Any,
     adapters: Any = None,
+    states: Any = None,
     *,
     shape: Any,
     mesh: Any,
     sizes: AdapterSizes | None = None,
 ) -> tuple[Any, Any, Any]:
     """Logits `[rows, vocab]` of the step's tokens at `rows`, and the pages; a draft's get the same tokens."""
-    batch = PagedBatch(kv_lens, table, cu_q_lens, shape.longest, lengths, windows)
+    batch = PagedBatch(kv_lens, table, cu_q_lens, shape.longest, lengths, windows, states)
     if sizes is not None:
         adapt(model, matrices, sizes.choice(adapters[batch.sequences(shape.tokens)]))
     tokens = history[slots[batch.sequences(shape.tokens)], batch.positions(shape.tokens)]
@@ -321,7 +323,7 @@ class Programs:
 
     def tables(self, shape: StepShape) -> Tables:
         """The arrays of an empty step."""
-        return host_tables(shape, self.limits, self.windows, self.sizes is not None)
+        return host_tables(shape, self.limits, self.windows, self.sizes is not None, has_states(self.model.config))
 
     def place(self, slot: int, start: int, tokens: Any) -> None:
         """Writes a sequence's tokens, from position `start` on, into its slot."""
@@ -363,7 +365,9 @@ class Programs:
         return sampled
 
 
-def host_tables(shape: StepShape, limits: Limits, windows: Iterable[int], adapters: bool = False) -> Tables:
+def host_tables(
+    shape: StepShape, limits: Limits, windows: Iterable[int], adapters: bool = False, states: bool = False
+) -> Tables:
     """The arrays of an empty step, for the caller to fill in.
 
     Returns:
@@ -375,9 +379,12 @@ def host_tables(shape: StepShape, limits: Limits, windows: Iterable[int], adapte
       windows: the same, by window, of layers that have page tables of their own.
       rows: `[rows]` int32, the tokens of the step whose logits are wanted.
       adapters: `[sequences]` int32, the place of each sequence's adapter, -1 for none; where there are any.
+      states: `[2, sequences]` int32, as of `PagedBatch`, in models that have states.
     """
     table = np.zeros((shape.sequences, limits.pages_per_sequence), np.int32)
-    extra = {"adapters": np.full(shape.sequences, -1, np.int32)} if adapters else {}
+    extra: dict[str, Any] = {"adapters": np.full(shape.sequences, -1, np.int32)} if adapters else {}
+    if states:
+        extra = {"adapters": extra.get("adapters"), "states": np.zeros((2, shape.sequences), np.int32)}
     return Tables(
         slots=np.zeros(shape.sequences, np.int32),
         kv_lens=np.zeros(shape.sequences, np.int32),

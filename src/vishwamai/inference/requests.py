@@ -60,6 +60,11 @@ class Statistics:
     finished: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
+    def cached_share(self) -> float:
+        """Tokens of prompts that the prefix cache had, of all; 0 where there were none."""
+        return self.cached_tokens / max(self.prompt_tokens, 1)
+
+    @property
     def accepted_share(self) -> float:
         """Guesses that were right, of all that were checked; 0 where there were none."""
         return self.guesses_accepted / max(self.guesses, 1)

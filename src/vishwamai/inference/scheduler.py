@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.pages import ROOT, TURNED, PagePool, chain
+from vishwamai.inference.states import StatePool
 from vishwamai.inference.windows import Span, WindowPages
 
 
@@ -56,6 +57,9 @@ class Stream:
     preemptions: int = 0
     finished: bool = False
     blocked: bool = False  # its next step needs the mask of its grammar, which is being computed
+    state: int | None = None  # the slot of the states after `computed` tokens, in models that have states
+    marks: tuple[int, ...] = ()  # lengths of its prompt, in rising order, after which the states are to be kept
+    rolling: bytes | None = None  # the digest of the state that was kept last of its answer
     turned: int = 0  # its keys are rotated as those of a sequence of at least so many tokens
 
     def __post_init__(self) -> None:
@@ -75,7 +79,8 @@ class Stream:
 @dataclasses.dataclass(frozen=True)
 class Work:
     """A step's part of one sequence: tokens `start` ... `start + count - 1`, the last `len(drafts)` of them guesses;
-    `samples`: a token is drawn at its end (and after each guess).
+    `samples`: a token is drawn at its end (and after each guess); `states`: the slots from which the states before it
+    are read, and to which those after it are written.
     """
 
     stream: Stream
@@ -83,6 +88,7 @@ class Work:
     count: int
     samples: bool
     drafts: tuple[int, ...] = ()
+    states: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +115,7 @@ class Scheduler:
       switch: a sequence of more tokens than this rotates all its keys otherwise (LongRoPE), so one that grows past it
         gives up its pages and is computed anew, as transformers does; None: there is no such length.
       rings: most pages that a sequence holds in layers with a window, by window (`windows.WindowPages`).
+      num_states: int, slots of the model's states; 0 for a model without.
 
     >>> scheduler = Scheduler(Limits(max_sequences=2, max_tokens=4, page_size=2), PagePool(8))
     >>> long, short = Stream([1, 2, 3, 4, 5, 6], max_length=7), Stream([7], max_length=9)
@@ -122,12 +129,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: Limits, pool: PagePool, switch: int | None = None, rings: Mapping[int, int] | None = None
+        self,
+        limits: Limits,
+        pool: PagePool,
+        switch: int | None = None,
+        rings: Mapping[int, int] | None = None,
+        num_states: int = 0,
     ):
         self.limits = limits
         self.switch = switch
         self.pool = pool
         self.windows = WindowPages(rings or {}, limits.max_sequences, limits.page_size, pool.shared)
+        self.states = StatePool(num_states, pool) if num_states else None
         self.waiting: list[Stream] = []  # by rank
         self.running: list[Stream] = []
         self._free_slots = list(reversed(range(limits.max_sequences)))
@@ -173,7 +186,7 @@ class Scheduler:
         decodes = any(stream.remaining == 1 for stream in ready)
         budget = self.limits.mixed if decodes else self.limits.max_tokens
         for stream in sorted(ready, key=lambda s: (s.remaining > 1, s.rank)):
-            count = min(stream.remaining, budget - sum(counts.values()))
+            count = self._chunk(stream, budget - sum(counts.values()))
             if stream.slot is not None and count and self._grow(stream, stream.computed + count, counts, preempted):
                 counts[stream] = count
         # What was just taken from one is not given to another: it would be taken back in the next step.
@@ -213,6 +226,9 @@ class Scheduler:
         self._free_slots.append(stream.slot)
         self.pool.release(stream.pages)
         self.windows.release(stream.spans)
+        if self.states is not None:
+            self.states.release(stream.state, stream.digests[: stream.published])
+            stream.state = None
         stream.slot, stream.pages, stream.spans, stream.published, stream.computed = None, [], {}, 0, 0
 
     def _preempt(self, stream: Stream, counts: dict[Stream, int], preempted: list[Stream]) -> None:
@@ -228,7 +244,7 @@ class Scheduler:
         """
         missing = self.limits.pages_of(tokens) - len(stream.pages)
         while missing > 0:
-            pages = self.pool.take(missing)
+            pages = self._take(missing)
             if pages is not None:
                 stream.pages += pages
                 break
@@ -252,17 +268,19 @@ class Scheduler:
             if sum(counts.values()) >= budget or (digests := self._make_room(stream, counts, preempted)) is None:
                 break
             self.waiting.remove(stream)
+            if self.states is not None:
+                stream.marks, stream.state = self._marks(stream, len(digests)), self.states.share(digests)
             stream.pages, stream.spans = self.pool.share(digests), self.windows.share(digests)
             stream.computed = len(stream.pages) * self.limits.page_size
             stream.published = len(stream.pages)
             if stream.preemptions == 0:
                 stream.cached = stream.computed
-            more = self.pool.take(self.limits.pages_of(len(stream.tokens)) - len(stream.pages))
+            more = self._take(self.limits.pages_of(len(stream.tokens)) - len(stream.pages))
             assert more is not None
             stream.pages += more
             stream.slot = self._free_slots.pop()
             self.running.append(stream)
-            counts[stream] = min(stream.remaining, budget - sum(counts.values()))
+            counts[stream] = self._chunk(stream, budget - sum(counts.values()))
             admitted.append(stream)
         return admitted
 
@@ -278,7 +296,39 @@ class Scheduler:
     def _digests_of(self, stream: Stream) -> list[bytes]:
         """The digests of the first pages of a stream that waits which it need not compute."""
         digests = stream.digests[: (len(stream.tokens) - 1) // self.limits.page_size]  # its last token is computed
-        return digests[: self.windows.usable(digests[: len(self.pool.cached(digests))])]
+        count = len(self.pool.cached(digests))
+        if self.states is None:
+            return digests[: self.windows.usable(digests[:count])]
+        while (count := self.states.usable(digests, count)) and self.windows.usable(digests[:count]) != count:
+            count -= 1
+        return digests[:count]
+
+    def _marks(self, stream: Stream, cached: int) -> tuple[int, ...]:
+        """Lengths of a prompt after which its states are to be kept: its last full page, for the next turn of the
+        conversation; the page up to which an earlier prompt is the same, for the next one that begins so; and every so
+        many pages.
+
+        Args:
+          cached: pages of the prompt that are computed.
+        """
+        if not self.pool.shared:
+            return ()
+        last = (len(stream.tokens) - 1) // self.limits.page_size
+        common = len(self.pool.cached(stream.digests[:last]))
+        counts = {last, common, *range(self.limits.state_pages, last, self.limits.state_pages)}
+        return tuple(self.limits.page_size * count for count in sorted(counts) if count > cached)
+
+    def _chunk(self, stream: Stream, most: int) -> int:
+        """How many tokens a stream computes in the next step, at most so many: a chunk ends where its states are to be
+        kept.
+        """
+        end = next((mark for mark in stream.marks if mark > stream.computed), stream.length)
+        return min(stream.remaining, most, end - stream.computed)
+
+    def _take(self, count: int) -> list[int] | None:
+        if self.states is not None:
+            self.states.make_pages(count)
+        return self.pool.take(count)
 
     def _make_room(self, stream: Stream, counts: dict[Stream, int], preempted: list[Stream]) -> list[bytes] | None:
         """What is `_known` of a stream for which there is room now; None where none can be made."""
@@ -287,12 +337,16 @@ class Scheduler:
             cached = self.pool.cached(digests)
             # Idle pages of the prefix are available until they are shared, and then count as held.
             missing = self.limits.pages_of(len(stream.tokens)) - sum(self.pool.holders(page) > 0 for page in cached)
-            if self._free_slots and missing <= self.pool.available:
+            if self._has_place() and missing <= self.pool.available:
                 return digests
             last = max(self.running, key=lambda s: s.rank, default=None)
             if last is None or last.rank <= stream.rank:
                 return None
             self._preempt(last, counts, preempted)
+
+    def _has_place(self) -> bool:
+        """Whether a slot of the history is free and, in models with states, slots of those."""
+        return bool(self._free_slots) and (self.states is None or len(self.running) < self.states.num_states)
 
     def _guesses(
         self, counts: dict[Stream, int], drafts: Callable[[Stream, int], Sequence[int]]
@@ -316,13 +370,17 @@ class Scheduler:
     def _send(self, stream: Stream, count: int, guess: tuple[int, ...]) -> Work:
         start = stream.computed
         self.windows.advance(stream.spans, start, start + count + len(guess))
+        states = (0, 0)
+        if self.states is not None:
+            states = self.states.advance(stream.state)
+            stream.state = states[1]
         stream.computed += count
         samples = stream.computed == stream.length
         stream.computed += len(guess)
         stream.in_flight += samples
         if not guess:
             self._publish(stream)
-        return Work(stream, start, count + len(guess), samples, guess)
+        return Work(stream, start, count + len(guess), samples, guess, states)
 
     def _digest(self, stream: Stream, tokens: int) -> None:
         """Extends the chain of digests over the full pages of the first `tokens`."""
@@ -340,3 +398,18 @@ class Scheduler:
             self.pool.publish(stream.pages[page], stream.digests[page])
             self.windows.publish(stream.spans, page, stream.digests[page])
             stream.published = page + 1
+        if self.states is not None and stream.computed == count:
+            self._keep_state(self.states, stream)
+
+    def _keep_state(self, states: StatePool, stream: Stream) -> None:
+        """Keeps the states of a stream that has come to a mark of its prompt, or to the end of a page of its answer; of
+        the latter the last one, and one every so many pages.
+        """
+        pages, rest = divmod(stream.computed, self.limits.page_size)
+        answers = stream.computed >= stream.prompt_length
+        if rest or not pages or stream.state is None or not (answers or stream.computed in stream.marks):
+            return
+        if states.keep(stream.state, stream.digests[:pages], stream.pages) and answers:
+            if stream.rolling is not None:
+                states.forget(stream.rolling)
+            stream.rolling = stream.digests[pages - 1] if pages % self.limits.state_pages else None

@@ -75,6 +75,8 @@ def send(
         tables["table"][i, : len(stream.pages)] = stream.pages
         if branch.request.adapter is not None:
             tables["adapters"][i] = branch.request.adapter.place
+        if "states" in tables:
+            tables["states"][:, i] = work.states
         for window, span in stream.spans.items():
             tables["windows"][window][i, span.first : span.first + len(span.pages)] = span.pages
         if work.drafts and programs.draft is None:

@@ -173,6 +173,11 @@ def page_shapes(
     return tuple(pool(kind, segment.repeats) for segment in segments(config, stacked) for kind in segment.kinds)
 
 
+def has_states(config: ModelConfig) -> bool:
+    """Whether any layer has a state in place of pages."""
+    return any(kind.mixer.state(config) for kind in dict.fromkeys(config.layers))
+
+
 def scale_heads(row: tuple[int, ...]) -> int:
     """Heads that have scales of their own in 8-bit pages, by the shape of a token's row (`Mixer.page_row`)."""
     return row[0] // 2 if len(row) > 1 else 1

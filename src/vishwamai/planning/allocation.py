@@ -112,7 +112,7 @@ class MemoryPlanner:
 
         Returns:
           The dictionary `{"parameters": ..., "gradients": ..., "optimizer": ..., "activations": ..., "kv": ...,
-          "temporaries": ..., "total": ..., "free": ...}`; its `verify()` compiles the step.
+          "states": ..., "temporaries": ..., "total": ..., "free": ...}`; its `verify()` compiles the step.
 
         Raises:
           ShapeError: a size is not positive, or `model` states another width.

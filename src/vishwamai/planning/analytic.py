@@ -41,7 +41,7 @@ from vishwamai.training.sharding import Layout, batch_specs, make_layout, row_pa
 from vishwamai.training.slices import TPU, on_slice
 
 Tree = Any
-CLASSES = ("parameters", "gradients", "optimizer", "activations", "kv", "temporaries")
+CLASSES = ("parameters", "gradients", "optimizer", "activations", "kv", "states", "temporaries")
 """What memory is used for; a breakdown has all of them."""
 
 
@@ -364,11 +364,14 @@ def serving_memory(serving: Serving, target: str) -> Breakdown:
     config, rows = serving.config, serving.batch_size
     logits = 4 * rows * config.vocab_size
     inner = 4 * rows * (2 * config.intermediate_size + 4 * config.hidden_size)
+    pools = serving.pages()
+    states = [pool for pool in pools if isinstance(pool, dict)]
     return _breakdown(
         target,
         {
             "parameters": size(serving.parameters()[1]),
-            "kv": size(serving.pages()),
+            "kv": size(pools) - size(states),
+            "states": size(states),
             "temporaries": 2 * logits + inner,
         },
     )

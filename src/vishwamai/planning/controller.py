@@ -15,7 +15,7 @@ TARGET = 0.9
 """The share of `current_memory` that a step should take: what is left is for fragments and for what varies."""
 
 
-FIXED = ("parameters", "gradients", "optimizer", "kv")
+FIXED = ("parameters", "gradients", "optimizer", "kv", "states")
 """Classes of a `MemoryPlanner`'s dict that do not depend on the rows of a microbatch."""
 
 

@@ -20,7 +20,7 @@ from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.sampling import Sampling, all_allowed, empty_rows, sample, set_row
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes
 from vishwamai.models.checkpoint import quantized
-from vishwamai.models.pages import QuantizedPages, ring_table, scale_heads, window_rings
+from vishwamai.models.pages import QuantizedPages, has_states, ring_table, scale_heads, window_rings
 
 Tree = Any
 
@@ -74,21 +74,24 @@ class Serving:
 
     def pages(self, tokens: int | None = None) -> tuple[Any, ...]:
         """Pools for every sequence at its full length, or for so many tokens without rings; of 8 bits with their
-        scales.
+        scales; of states for every sequence.
         """
         count = self.batch_size * self.pages_per_sequence if tokens is None else -(-tokens // self.page_size)
         sequences = self.batch_size if tokens is None else 0
         rings = {window: sequences * ring for window, ring in self.rings.items()}
         dtype = kv_dtype_of(self.kv_dtype)
         shapes = functools.partial(page_shapes, self.config, page_size=self.page_size, dtype=dtype, stacked=False)
-        pools = shapes(num_pages=count, window_pages=rings)
+        pools = shapes(num_pages=count, window_pages=rings, num_states=self.batch_size)
         if dtype.itemsize > 1:
             return pools
-        scales: Any = (
-            jax.ShapeDtypeStruct((pool.shape[0], scale_heads(pool.shape[2:])), jnp.float32)
-            for pool in shapes(num_pages=1)
-        )
-        return tuple(QuantizedPages(pool, scale, scale) for pool, scale in zip(pools, scales, strict=True))
+
+        def scaled(pool: Any, layers: Any) -> Any:
+            if isinstance(pool, dict):
+                return pool
+            scale: Any = jax.ShapeDtypeStruct((layers.shape[0], scale_heads(pool.shape[2:])), jnp.float32)
+            return QuantizedPages(pool, scale, scale)
+
+        return tuple(map(scaled, pools, shapes(num_pages=1, num_states=1)))
 
     @property
     def rings(self) -> dict[int, int]:
@@ -97,7 +100,7 @@ class Serving:
 
 
 def kv_bytes_per_token(serving: Serving) -> int:
-    """Bytes of the keys and values of one more token, in all layers but those that keep a ring.
+    """Bytes of the keys and values of one more token, in all layers but those that keep a ring or a state.
 
     >>> config = ModelConfig.from_dict({
     ...     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
@@ -106,7 +109,7 @@ def kv_bytes_per_token(serving: Serving) -> int:
     >>> kv_bytes_per_token(Serving(config, 1, 16))
     256
     """
-    pools = [getattr(pages, "pool", pages) for pages in serving.pages(serving.page_size)]
+    pools = [getattr(pool, "pool", pool) for pool in serving.pages(serving.page_size) if not isinstance(pool, dict)]
     return size(pools) // serving.page_size
 
 
@@ -138,7 +141,8 @@ def trace_serving(
         tables = {window: ring_table(slots, ring, batch.page_table.shape[1]) for window, ring in serving.rings.items()}
         with serving.optimization.kernels():
             model = nnx.merge(graph, variables)
-            hidden, updated = model.step(tokens, pages, dataclasses.replace(batch, windows=tables))
+            states = jnp.stack([slots, slots]) if has_states(serving.config) else None
+            hidden, updated = model.step(tokens, pages, dataclasses.replace(batch, windows=tables, states=states))
             logits = model.logits(hidden[batch.cu_q_lens[1:] - 1])
             if sampling is None:
                 return jnp.argmax(logits, -1), updated, history

@@ -62,8 +62,15 @@ class Metrics:
             "pages_held": ("pages that answers hold", pool.num_pages - pool.available),
             "pages_used_share": ("share of the pages that answers hold", 1 - pool.available / max(pool.num_pages, 1)),
             "pages_cached": ("pages that only the prefix cache holds", pool.idle),
+            "prefix_cached_share": ("share of the prompts' tokens that the prefix cache had", statistics.cached_share),
             "guesses_accepted_share": ("share of the guesses that were right", statistics.accepted_share),
         }
+        if (states := scheduler.states) is not None:
+            gauges |= {
+                "states": ("slots of states", states.num_states),
+                "states_held": ("slots of states that answers hold", states.num_states - states.available),
+                "states_cached": ("slots of states that only the prefix cache holds", states.idle),
+            }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"vishwamai_{name}", text, value)
         counters = {
@@ -77,6 +84,11 @@ class Metrics:
             "guesses_accepted": ("guesses that were right", statistics.guesses_accepted),
             "preemptions": ("preempted requests", statistics.preemptions),
         }
+        if states is not None:
+            counters |= {
+                "states_reused": ("answers that went on from a state of the prefix cache", states.reused),
+                "states_evicted": ("states that the prefix cache gave up for others or for pages", states.evicted),
+            }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"vishwamai_{name}", text, value)
         finished = CounterMetricFamily("vishwamai_answers", "answers by how they ended", labels=["finish"])

@@ -1,0 +1,135 @@
+"""Models with states through the engine: tokens of transformers, and turns that compute their new tokens alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models_peer
+from models_families import TINY
+from vishwamai import DeviceError, UnsupportedError
+from vishwamai.inference import Engine, Limits, Sampling, plan_load
+from vishwamai.inference.memory import state_bytes
+from vishwamai.models import Decoder, from_pretrained
+
+LIMITS = Limits(max_sequences=3, max_tokens=24, max_length=160, page_size=4)
+TOKENS = np.random.default_rng(5).integers(3, 131, (6, 60)).tolist()
+PROMPTS = [TOKENS[0], TOKENS[1][:5], TOKENS[2][:33], TOKENS[3][:1]]
+
+
+def greedy(new: int) -> Sampling:
+    return Sampling(max_new_tokens=new, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A directory, and the model of transformers that is in it."""
+    path = tmp_path_factory.mktemp(request.param)
+    return path, TINY[request.param].save(path)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: tuple[Path, Any]) -> Decoder:
+    return from_pretrained(checkpoint[0], dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Decoder) -> Engine:
+    return Engine(model, limits=LIMITS, compile="lazy", num_states=16)
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2"])
+def test_64_tokens_of_ragged_prompts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    peer = TINY[family].save(tmp_path)
+    engine = Engine(from_pretrained(tmp_path, dtype=jnp.float32), limits=LIMITS, compile="lazy")
+    answers = engine.generate(PROMPTS, greedy(64))
+    assert [list(answer.token_ids) for answer in answers] == [models_peer.peer_greedy(peer, p, 64) for p in PROMPTS]
+
+
+def test_ten_turns_compute_their_new_tokens_alone(checkpoint: tuple[Path, Any], engine: Engine) -> None:
+    text, known, turn = TOKENS[4][:19], 0, 0
+    for turn in range(10):
+        prompt, before = text, engine.statistics.computed_tokens
+        (answer,) = engine.generate([prompt], greedy(6))
+        cached = known // LIMITS.page_size * LIMITS.page_size
+        computed = engine.statistics.computed_tokens - before
+        assert (answer.cached, computed) == (cached, len(prompt) - cached + 6 - 1)
+        text = [*prompt, *answer.token_ids, *TOKENS[5][turn * 5 : turn * 5 + 5]]
+        known = len(prompt) + 6 - 1
+    assert list(answer.token_ids) == models_peer.peer_greedy(checkpoint[1], prompt, 6)
+
+
+@pytest.mark.turns(2)
+def test_conversations_that_share_a_prompt_with_few_states_and_pages(model: Decoder, engine: Engine) -> None:
+    """Pages and states give way, answers are cancelled, and no token changes."""
+    system = TOKENS[0][:21]
+    prompts = [[*system, *TOKENS[i % 6][: 3 + 7 * i]] for i in range(6)]
+    expected = [list(answer.token_ids) for answer in engine.generate(prompts, greedy(9))]
+    tight = Engine(model, limits=LIMITS, compile="lazy", num_states=4, num_pages=40)
+    for turn in range(3):
+        if turn == 1:  # two answers are cancelled on their way
+            requests = [tight_request(tight, prompt) for prompt in prompts[:2]]
+            for _ in range(3):
+                tight.step()
+            for request in requests:
+                tight.cancel(request)
+        answers = tight.generate(prompts, greedy(9))
+        assert [list(answer.token_ids) for answer in answers] == expected
+        if turn:
+            assert sum(answer.cached > 0 for answer in answers) >= 2
+    states: Any = tight.scheduler.states
+    assert states.evicted and states.reused and states.available == 4 and tight.scheduler.pool.available == 40
+
+
+def tight_request(engine: Engine, prompt: list[int]) -> Any:
+    """A request that was handed in, and whose answer goes nowhere."""
+    from vishwamai.inference.requests import Request
+
+    request = Request(tuple(prompt), greedy(30), lambda delta: None)
+    engine.submit(request)
+    return request
+
+
+def test_answers_of_one_prompt_share_its_states(engine: Engine) -> None:
+    """Three answers of a prompt: it is computed once, to its last full page."""
+    before = engine.statistics.computed_tokens
+    prompt = [*TOKENS[3][:30], 7]
+    answers = engine.generate([prompt], Sampling(max_new_tokens=4, ignore_eos=True, n=3))
+    assert len({answer.token_ids for answer in answers}) == 1
+    assert engine.statistics.computed_tokens - before == 31 + 2 * (31 - 28) + 3 * 3
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize(("dtype", "quantize", "tolerance"), [("bfloat16", None, 0.1), ("float32", "int8", 2e-3)])
+def test_other_forms_of_weights_keep_float32_states(
+    checkpoint: tuple[Path, Any], dtype: str, quantize: str | None, tolerance: float
+) -> None:
+    """Each token is the most likely one of the same weights over the whole sequence, up to rounding."""
+    load = plan_load(
+        checkpoint[0], dtype=dtype, quantize=quantize, max_sequences=2, max_tokens=16, max_length=80, page_size=4
+    )
+    engine = load.engine(compile="lazy")
+    leaves = [leaf for pool in engine.programs.pages if isinstance(pool, dict) for leaf in pool.values()]
+    assert leaves and {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
+    assert load.states == sum(leaf.nbytes for leaf in leaves) == load.num_states * state_bytes(load.config)
+    assert f"({load.num_states} sequences or prefixes)" in str(load)
+    prompts = [TOKENS[0][:37], TOKENS[1][:3]]
+    for prompt, answer in zip(prompts, engine.generate(prompts, greedy(12))):
+        text = jnp.asarray([[*prompt, *answer.token_ids]])
+        logits = np.asarray(engine.model.logits(engine.model(text)), np.float32)[0, len(prompt) - 1 : -1]
+        drawn = logits[np.arange(12), list(answer.token_ids)]
+        assert (logits.max(axis=1) - drawn <= tolerance * np.abs(logits).max()).all()
+
+
+def test_guesses_and_too_little_memory_are_declined(checkpoint: tuple[Path, Any], model: Decoder) -> None:
+    with pytest.raises(UnsupportedError, match="have a state, which cannot go back to the last guess"):
+        Engine(model, limits=LIMITS, drafts=2)
+    with pytest.raises(UnsupportedError, match="leave out guesses"):
+        plan_load(checkpoint[0], drafts=2)
+    with pytest.raises(DeviceError, match=r"states .* \(32 sequences or prefixes\).* That does not fit"):
+        plan_load(checkpoint[0], dtype="float32", memory=300_000)
