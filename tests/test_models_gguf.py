@@ -7,14 +7,17 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import world
 from models_peer import Peer
+from serving import serving
 from vishwamai import ShapeError, UnsupportedError
 from vishwamai.cli import main
+from vishwamai.inference import Settings, plan_load
 from vishwamai.models import from_pretrained, read_config, read_generation_config, read_tokenizer
 from vishwamai.models.gguf import LINK, model_directory
 from vishwamai.models.gguf_blocks import BLOCK_TYPES, decoded
@@ -184,7 +187,23 @@ def test_generate_from_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--max-length", "64", "--max-tokens", "16", "--dtype", "float32", "--compile", "lazy"]
     options = ["--max-new-tokens", "2", "--temperature", "0", "--no-keep-packed"]
     assert main(["generate", str(path), "--prompt", "The capital of France is", *options, *small]) == 0
-    assert capsys.readouterr().out.startswith(" Paris")
+    output = capsys.readouterr()
+    assert output.out.startswith(" Paris") and f"loading llama, 30 layers, from {path}, in float32" in output.err
+
+
+@pytest.mark.long
+def test_a_server_of_a_file() -> None:
+    path = world.gguf(world.GEMMA3_GGUF)
+    planned = plan_load(path, max_sequences=1, max_tokens=64, max_length=128)
+    settings = Settings(path.name, max_new_tokens=8, defaults={"temperature": 0.0})
+    with serving(planned.engine(compile="lazy"), settings) as address, httpx.Client(base_url=address) as client:
+        texts = ["The capital of France is", "Ünïcode 日本 🎉"]
+        for text in texts:
+            ids = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+            assert ids == read_tokenizer(world.tokenizer("gemma3")).encode(text, add_special=False)
+        body = {"prompt": texts[0], "model": path.name}
+        answer = client.post("/v1/completions", json=body, timeout=300).json()
+        assert "capital" in answer["choices"][0]["text"] and answer["usage"]["prompt_tokens"] == 6
 
 
 def header(**values: Any) -> bytes:

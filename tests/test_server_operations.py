@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import jsonschema
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 import world
 from serving import serving, write_model
@@ -93,6 +95,13 @@ def test_metrics_have_vllms_names_with_the_same_values(address):
     page = (ROOT / "docs/serving-operations.md").read_text()
     assert [name for names in NAMES.values() for name in names if f"`{name}" not in page] == []
     assert [name for name in ABSENT if f"`{name}" not in page] == []
+
+
+def test_a_prompt_is_cut_to_its_last_tokens(address):
+    ids = list(range(10, 30))
+    cut = complete(address, "sk-free", prompt=ids, truncate_prompt_tokens=4, temperature=0).json()
+    short = complete(address, "sk-free", prompt=ids[-4:], temperature=0).json()
+    assert cut["choices"][0]["text"] == short["choices"][0]["text"] and cut["usage"]["prompt_tokens"] == 4
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(address):
@@ -204,6 +213,33 @@ def test_schemathesis_walks_the_document(engine, tmp_path):
         command += ["--max-examples", "20", "--seed", "1", "--no-color", "--request-timeout", "60"]
         run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=550)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+def test_a_span_for_each_request():
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    spans, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    trace.set_tracer_provider(provider)
+
+    def embed(texts, truncate):
+        return np.ones((len(texts), 2), np.float32), 7
+
+    with TestClient(make_app(None, Settings("vectors", traces=True), embed)) as client:
+        headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "X-Request-Id": "mine"}
+        assert client.post("/v1/embeddings", json={"input": "a"}, headers=headers).status_code == 200
+        assert client.get("/health").status_code == 200
+        assert client.post("/v1/embeddings", json={"input": 1}).status_code == 400
+    finished: Any = spans.get_finished_spans()
+    good, declined = finished
+    assert good.name == "POST /v1/embeddings" and good.context.trace_id == int("ab" * 16, 16)
+    assert good.parent.span_id == int("cd" * 8, 16) and declined.parent is None
+    expected = {"http.response.status_code": 200, "gen_ai.usage.input_tokens": 7, "vishwamai.request.id": "mine"}
+    assert expected.items() <= good.attributes.items()
+    assert declined.attributes["http.response.status_code"] == 400
 
 
 @pytest.fixture(scope="module")

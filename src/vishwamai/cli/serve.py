@@ -111,6 +111,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="keys of requests that no interface documents: named in the log once, or an error (accept)",
     )
     parser.add_argument("--log-json", dest="log_format", action="store_const", const="json", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--traces", action="store_true", help="a span of OpenTelemetry a request (needs opentelemetry-api)"
+    )
     parser.add_argument("--drain", type=float, default=30.0, metavar="SECONDS", help="for running answers to end (30)")
 
 
@@ -119,6 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
     if missing:
         raise CommandError(f"serve needs {', '.join(missing)}: {install_line('serve')}.")
     keys = _keys(arguments.api_key_file)
+    if arguments.traces and importlib.util.find_spec("opentelemetry") is None:
+        raise CommandError(f"--traces needs opentelemetry-api: {install_line('traces')}.")
     check_certificate(arguments.ssl_certfile, arguments.ssl_keyfile)
     if arguments.encoder is not None and arguments.pooling is not None:
         raise CommandError("--encoder and --pooling both name what computes /v1/embeddings; pass one of them.")
@@ -146,6 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
         adapter_folder=arguments.adapter_folder,
         tool_parser=parsers[0],
         reasoning_parser=parsers[1],
+        traces=arguments.traces,
         decline_unknown_keys=arguments.unknown_keys == "refuse",
     )
     app = make_app(engine, settings, embed)

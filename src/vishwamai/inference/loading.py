@@ -27,7 +27,7 @@ from vishwamai.models.adapters import AdapterSizes
 from vishwamai.models.attend import NO_STEPS
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.generation import GenerationConfig, read_generation_config
-from vishwamai.models.gguf import model_directory
+from vishwamai.models.gguf import model_directory, source_file
 from vishwamai.models.shards import read_index
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Draft:
 
     def __str__(self) -> str:
         return (
-            f"draft {self.config.family}, {self.config.num_layers} layers, from {self.directory}: weights "
+            f"draft {self.config.family}, {self.config.num_layers} layers, from {source_file(self.directory)}: weights "
             f"{human(self.weights)}, keys and values {human(self.pages)}"
         )
 
@@ -124,7 +124,7 @@ class Load:
         tokens = self.num_pages * self.limits.page_size
         where = jax.default_backend() + ("" if self.mesh is None else f" split by {self.mesh}")
         return (
-            f"{self.config.family}, {self.config.num_layers} layers, from {self.directory}, in {form}, on "
+            f"{self.config.family}, {self.config.num_layers} layers, from {source_file(self.directory)}, in {form}, on "
             f"{where}: {human(self.total)} planned{limit_text}: weights {human(self.weights)}, keys and "
             f"values {human(self.pages)} ({tokens} tokens in {self.kv_dtype}){self._states()}, a step "
             f"{human(self.step)}{'' if self.draft is None else f', {self.draft}'}{self._rings()}"

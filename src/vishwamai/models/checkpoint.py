@@ -24,7 +24,7 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.families import FAMILIES
-from vishwamai.models.gguf import model_directory
+from vishwamai.models.gguf import LINK, model_directory, source_file
 from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, parameter_path, top_parameters
 from vishwamai.models.periods import segments
 from vishwamai.models.published import Computed, Decoded, Index, decode_index
@@ -180,6 +180,11 @@ def _index(directory: Path, quantize: str | None) -> Index:
         )
     source = directory / "config.json"
     settings = quantization(directory)
+    if quantize == KEEP and settings is None and (directory / LINK).exists():
+        raise UnsupportedError(
+            f"from_pretrained: `quantize` is {KEEP!r}, but the blocks of {source_file(directory)} are decoded; pass "
+            f"{', '.join(QUANTIZATIONS)} or None."
+        )
     if quantize == KEEP and settings is None:
         raise ShapeError(
             f"from_pretrained: `quantize` is {KEEP!r}, but {source} has no `quantization_config`: its weights are "

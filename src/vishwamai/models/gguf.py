@@ -111,6 +111,12 @@ def model_directory(path: Path, weights: bool = False) -> Path:
     return folder
 
 
+def source_file(directory: Path) -> Path:
+    """The GGUF file that a directory was made of, or the directory itself."""
+    link = directory / LINK
+    return link.readlink() if link.is_symlink() else directory
+
+
 def _files(container: Container) -> dict[str, str]:
     """The text of each file of the directory."""
     from vishwamai.models.gguf_tokenizer import read_encoder

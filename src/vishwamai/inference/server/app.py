@@ -29,6 +29,7 @@ from vishwamai.inference.server.requests_log import RequestLog
 from vishwamai.inference.server.routes import answering, scoring
 from vishwamai.inference.server.scores import Scores
 from vishwamai.inference.server.service import Service, Settings
+from vishwamai.inference.server.traces import Traces
 from vishwamai.inference.server.vectors import Embed, Vectors
 
 _PAGE_POLICY = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -158,6 +159,8 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(Guards, settings=settings)
+    if settings.traces:
+        app.add_middleware(Traces)
     app.add_middleware(RequestLog)
     return app
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.inference.barred import Barred
+from vishwamai.inference.beams import MAX_WIDTH
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.guided import Grammar
 from vishwamai.inference.mesh import mesh_of
@@ -51,6 +52,7 @@ class Job:
       thinking: limits of the reasoning before that.
       barred: words that it must not have.
       adapter: the name of the adapter that answers, or None.
+      length_penalty: exponent of a beam search; None: tokens are drawn.
       options: None: no token is computed.
       reply: the form of the answer.
       scored: most likely tokens at each place of the prompts; None: prompts are not scored.
@@ -71,6 +73,7 @@ class Job:
     thinking: Thinking | None = None
     barred: Barred | None = None
     adapter: str | None = None
+    length_penalty: float | None = None
     compiled: Grammar | Thinking | Barred | None = None
 
     def with_grammar(self, grammar: Grammar | None) -> Job:
@@ -367,7 +370,21 @@ class Jobs:
             body.include_usage,
             barred=self._barred(body),
             adapter=adapter,
+            length_penalty=self._length_penalty(body, options, grammar),
         )
+
+    def _length_penalty(self, body: schema.Common, options: Sampling, grammar: GrammarSource | None) -> float | None:
+        """The exponent of the lengths, where the request asks for a beam search."""
+        if not body.use_beam_search:
+            return None
+        rivals = {"stream": body.stream, "bad_words": body.bad_words, "best_of": getattr(body, "best_of", None)}
+        rivals |= {"response_format": grammar, "max_tokens": body.limit == 0, "min_tokens": body.min_tokens}
+        for name, value in rivals.items():
+            if value:
+                raise HttpError(400, f"`use_beam_search` does not go with `{name}`; leave one of them out.", name)
+        if options.n > MAX_WIDTH:
+            raise HttpError(400, f"`n` is {options.n}; a beam search has at most {MAX_WIDTH} beams.", "n")
+        return 1.0 if body.length_penalty is None else body.length_penalty
 
     def _barred(self, body: schema.Common) -> Barred | None:
         """What holds for the words of `bad_words`, each at the beginning of a text and behind a blank."""

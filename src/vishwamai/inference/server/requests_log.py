@@ -15,6 +15,10 @@ LOG = logging.getLogger("vishwamai.server.requests")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+QUIET = ("/health", "/ready", "/metrics")
+"""Paths of probes, whose requests are not worth a line or a trace."""
+
+
 @dataclasses.dataclass
 class Record:
     """What the line of a request says.
@@ -78,6 +82,6 @@ class RequestLog:
             raise
         finally:
             record.milliseconds = 1e3 * (time.monotonic() - started)
-            quiet = record.path in ("/health", "/ready", "/metrics") and record.status < 400
+            quiet = record.path in QUIET and record.status < 400
             level = logging.DEBUG if quiet else logging.ERROR if record.status >= 500 else logging.INFO
             LOG.log(level, "%s", record, extra={"record": dataclasses.asdict(record)})

@@ -95,6 +95,8 @@ class Common(Open):
     guided_json: JsonObject | str | None = None
     guided_choice: Annotated[list[Short], Field(fail_fast=True, min_length=1, max_length=1024)] | None = None
     structured_outputs: StructuredOutputs | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

@@ -18,6 +18,7 @@ from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.inference.answers import Delta
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.server import schema
+from vishwamai.inference.server.beam_answers import beam_deltas
 from vishwamai.inference.server.compilation import Compilation
 from vishwamai.inference.server.errors import HttpError, read_json
 from vishwamai.inference.server.jobs import Job, Jobs, declined, once
@@ -134,15 +135,18 @@ class Service:
         first: dict[int, float] = {}  # times by choice
         last: dict[int, float] = {}
         lengths: dict[int, int] = {}
-        stream = self.engine.stream(
-            job.prompts,
-            job.options,
-            priority=job.priority,
-            deadline=job.deadline,
-            grammar=job.compiled,
-            keep_special=job.keep_special,
-            adapter=job.adapter,
-        )
+        if job.length_penalty is None:
+            stream = self.engine.stream(
+                job.prompts,
+                job.options,
+                priority=job.priority,
+                deadline=job.deadline,
+                grammar=job.compiled,
+                keep_special=job.keep_special,
+                adapter=job.adapter,
+            )
+        else:
+            stream = beam_deltas(self.engine, job)
         try:
             async for delta in stream:
                 if delta.finish == "error":

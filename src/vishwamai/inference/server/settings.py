@@ -31,6 +31,7 @@ class Settings:
       adapter_folder: whose folders clients may load as adapters; None: none.
       tool_parser: how calls are read, a name of `forms.FORMS`, or "none"; None: by the chat template.
       reasoning_parser: how reasoning is read, a name of `forms.THINKING`, or "none"; None: by the chat template.
+      traces: flag, each request has a span of OpenTelemetry (`traces`).
       max_priority: the highest priority of a request; a higher one counts as this.
     """
 
@@ -52,6 +53,7 @@ class Settings:
     adapter_folder: Path | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    traces: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
