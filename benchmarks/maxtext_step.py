@@ -34,9 +34,9 @@ from vishwamai.aot.compile.options.config import option_text
 from vishwamai.aot.schedule.dump import dump_flags
 from vishwamai.core.environment import libtpu_environment
 from vishwamai.core.target import Target, devices_of
-from vishwamai.planning.allocation import training_config
-from vishwamai.planning.compiler import TEXT, Compiler
-from vishwamai.planning.program_time import StepTime, time_program, written_time
+from vishwamai.planning.memory.allocation import training_config
+from vishwamai.planning.memory.compiler import TEXT, Compiler
+from vishwamai.planning.time.program_time import StepTime, time_program, written_time
 from vishwamai.planning.training import trace_training
 from vishwamai.training.compiling import ON_SPARSE_CORES
 

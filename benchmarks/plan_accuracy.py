@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.traced import Program
 from vishwamai.core import caches
-from vishwamai.measure.progress import Progress
+from vishwamai.core.progress import Progress
 from vishwamai.models import ModelConfig
-from vishwamai.planning.allocation import training_config
-from vishwamai.planning.analytic import serving_memory, training_memory
-from vishwamai.planning.compiler import Compiler
+from vishwamai.planning.memory.allocation import training_config
+from vishwamai.planning.memory.analytic import serving_memory, training_memory
+from vishwamai.planning.memory.compiler import Compiler
 from vishwamai.planning.serving import Serving, trace_serving
 from vishwamai.planning.training import trace_training
 

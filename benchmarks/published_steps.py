@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from vishwamai.core.target import devices_of
 from vishwamai.models import ModelConfig
-from vishwamai.planning.allocation import training_config
-from vishwamai.planning.compiler import Compiler
-from vishwamai.planning.program_time import time_program
-from vishwamai.planning.speed import training_speed, training_time
+from vishwamai.planning.memory.allocation import training_config
+from vishwamai.planning.memory.compiler import Compiler
+from vishwamai.planning.time.program_time import time_program
+from vishwamai.planning.time.speed import training_speed, training_time
 from vishwamai.planning.training import trace_training
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.core import caches
+from vishwamai.core.figures import Estimate, cost_of_tokens
+from vishwamai.core.progress import Progress
 from vishwamai.core.target import Target, devices_of
-from vishwamai.measure.progress import Progress
-from vishwamai.planning.figures import Estimate, cost_of_tokens
 
 GIB = 1 << 30
 CONFIGS = pathlib.Path(__file__).parents[1] / "examples" / "plans"
@@ -55,7 +55,7 @@ CASES = tuple(Case(model, targets[i]) for i in range(4) for model, targets in SL
 
 def ask(case: Case, verify: bool, finalists: int) -> dict[str, Any]:
     """What the search chooses, as plain values; "chosen" is None where nothing fits."""
-    from vishwamai.planning.search import plan_training
+    from vishwamai.planning.search.plan import plan_training
     from vishwamai.training.config_file import read_config
 
     config = read_config(str(CONFIGS / f"{case.model}.yaml"), [])

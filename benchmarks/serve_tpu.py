@@ -21,9 +21,9 @@ from vishwamai.bench import estimates
 from vishwamai.core.target import Target
 from vishwamai.inference import Sampling
 from vishwamai.models import ModelConfig
-from vishwamai.planning.compiler import Compiler
-from vishwamai.planning.program_time import StepTime, time_program
+from vishwamai.planning.memory.compiler import Compiler
 from vishwamai.planning.serving import Serving, kv_bytes_per_token, size, trace_serving
+from vishwamai.planning.time.program_time import StepTime, time_program
 from vishwamai.training.flops import flops_per_token
 
 NARROW: dict[str, dict[str, Any]] = {"v6e": {"kv_dtype": "int8", "quantize": "int8"}}

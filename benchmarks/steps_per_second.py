@@ -21,11 +21,11 @@ from collections.abc import Sequence
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.bench import machine
+from vishwamai.core.figures import Estimate, Measurement
+from vishwamai.core.progress import Progress
 from vishwamai.core.target import devices_of
-from vishwamai.measure.progress import Progress
-from vishwamai.planning.compiler import Compiler
-from vishwamai.planning.figures import Estimate, Measurement
-from vishwamai.planning.search import Candidate, plan_training
+from vishwamai.planning.memory.compiler import Compiler
+from vishwamai.planning.search.plan import Candidate, plan_training
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.config_file import read_config
 

@@ -30,10 +30,10 @@ from vishwamai.bench import machine
 from vishwamai.core.numbers import human
 from vishwamai.inference import Delta, Engine, Limits, Request, Sampling
 from vishwamai.models import Decoder, ModelConfig, pack_weights
-from vishwamai.planning.compiler import Compiler
-from vishwamai.planning.program_time import time_program
-from vishwamai.planning.published import published_range
+from vishwamai.planning.memory.compiler import Compiler
 from vishwamai.planning.serving import Serving, trace_serving
+from vishwamai.planning.time.program_time import time_program
+from vishwamai.planning.time.published import published_range
 from vishwamai.training.config_file import read_config
 
 LENGTHS = (512, 1024, 2048)

@@ -24,25 +24,25 @@ import jax.numpy as jnp
 from published_steps import LLAMA_8B
 
 from vishwamai.core import hardware
+from vishwamai.core.figures import Estimate
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.links import estimate_collective
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
-from vishwamai.planning.allocation import training_config
-from vishwamai.planning.analytic import (
+from vishwamai.planning.exchange import exchange_seconds
+from vishwamai.planning.memory.allocation import training_config
+from vishwamai.planning.memory.analytic import (
     Breakdown,
     described,
     exchanged_embedding,
     split_parameters,
     training_memory,
 )
-from vishwamai.planning.compiler import Compiler
-from vishwamai.planning.exchange import exchange_seconds
-from vishwamai.planning.figures import Estimate
+from vishwamai.planning.memory.compiler import Compiler
 from vishwamai.planning.mesh_links import links_of
-from vishwamai.planning.program_time import StepTime, time_program
 from vishwamai.planning.serving import size
-from vishwamai.planning.speed import training_speed, training_time
+from vishwamai.planning.time.program_time import StepTime, time_program
+from vishwamai.planning.time.speed import training_speed, training_time
 from vishwamai.planning.training import trace_training
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.program import training_step

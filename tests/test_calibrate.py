@@ -9,13 +9,14 @@ from vishwamai.bench import schedules
 from vishwamai.bench.runner import BenchSettings, CaseMeasurement, Step, steps
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError
+from vishwamai.core.figures import Estimate
 from vishwamai.core.hardware import TPUS
 from vishwamai.measure.timing import Timing
 from vishwamai.ops import catalogue
-from vishwamai.planning import ProgramMemory, calibration, program_time
-from vishwamai.planning.calibrate import _roofline, _row, calibrate
-from vishwamai.planning.calibration import Calibration, Row
-from vishwamai.planning.figures import Estimate
+from vishwamai.planning import ProgramMemory
+from vishwamai.planning.time import calibration, program_time
+from vishwamai.planning.time.calibrate import _roofline, _row, calibrate
+from vishwamai.planning.time.calibration import Calibration, Row
 
 
 def recorded(chip: str | None = "v5e", ratio=1.25):
@@ -105,7 +106,7 @@ def test_an_interrupt_keeps_the_rows(capsys, monkeypatch, tmp_path):
         yield recorded()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vishwamai.planning.calibrate.calibrate", interrupted)
+    monkeypatch.setattr("vishwamai.planning.time.calibrate.calibrate", interrupted)
     path = tmp_path / "found.json"
     assert main(["calibrate", "--quick", "--output", str(path)]) == 130
     printed = capsys.readouterr()

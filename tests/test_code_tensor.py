@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import vishwamai
 from vishwamai import CodeFormat, CodeTensor, KernelError, UnsupportedError, gemm, quantize
-from vishwamai.core import code_product
+from vishwamai.core.quantized import code_product
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

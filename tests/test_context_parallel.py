@@ -19,9 +19,9 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.signature import array_specs
 from vishwamai.ops.attention import ATTENTION
 from vishwamai.ops.attention.checks import Options, make_spec
-from vishwamai.ops.attention.ring import PLACEMENTS
-from vishwamai.ops.attention.ring_plan import Ring
 from vishwamai.ops.attention.spec import Operands, Outputs
+from vishwamai.ops.attention.split.ring import PLACEMENTS
+from vishwamai.ops.attention.split.ring_plan import Ring
 from vishwamai.parallel import from_zigzag, make_mesh, ring_attention, to_zigzag, ulysses_attention
 
 SPLIT, SPLIT_A = P(None, None, "sequence"), P(None, None, "a")

@@ -8,10 +8,10 @@ import pytest
 
 from vishwamai import aot, planning
 from vishwamai.aot.compile.options.config import RuntimeConfig
+from vishwamai.aot.tuning import flags
 from vishwamai.core.errors import ConfigError, KernelError, ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS
 from vishwamai.performance import tune_flags
-from vishwamai.planning import flags
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
 A, B, C = "xla_tpu_rwb_fusion", "xla_tpu_dot_dot_fusion", "xla_tpu_scoped_vmem_limit_kib"

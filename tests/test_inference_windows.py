@@ -13,7 +13,7 @@ from vishwamai.core.errors import DeviceError
 from vishwamai.inference import Engine, Limits, Sampling, plan_load
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes, save_pretrained
 from vishwamai.models.pages import ring_table, window_rings
-from vishwamai.planning.analytic import serving_memory
+from vishwamai.planning.memory.analytic import serving_memory
 from vishwamai.planning.serving import Serving, kv_bytes_per_token
 
 SIZES = {

@@ -15,7 +15,7 @@ import pytest
 
 from vishwamai.cli import COMMANDS, command_parser, interrupt, main, model, progress
 from vishwamai.core import logs
-from vishwamai.measure.progress import write
+from vishwamai.core.progress import write
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,9 +13,10 @@ import pytest
 import rotation
 import vishwamai
 from vishwamai import PackedQTensor, gated_linear_unit, gemm, grouped_gemm, pack_weight, quantize
-from vishwamai.core import ffi, packed_qtensor
-from vishwamai.core.packed_product import PACKED_PRODUCT
+from vishwamai.core import ffi
 from vishwamai.core.qtensor import scale_values
+from vishwamai.core.quantized import packed_qtensor
+from vishwamai.core.quantized.packed_product import PACKED_PRODUCT
 
 NATIVE = ffi.why_not(None, "vishwamai_quantized_multiply") is None
 IMPLEMENTATIONS = [

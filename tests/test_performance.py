@@ -16,9 +16,9 @@ from vishwamai import aot, performance
 from vishwamai.core.errors import ConfigError, DeviceError, ShapeError
 from vishwamai.measure.live import live_bytes
 from vishwamai.models import ModelConfig
-from vishwamai.planning import batch
-from vishwamai.planning.allocation import llama_like
-from vishwamai.planning.analytic import CLASSES, serving_memory, training_memory
+from vishwamai.planning.memory.allocation import llama_like
+from vishwamai.planning.memory.analytic import CLASSES, serving_memory, training_memory
+from vishwamai.planning.search import batch
 from vishwamai.planning.serving import Serving
 from vishwamai.training.config_file import from_dict
 

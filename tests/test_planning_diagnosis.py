@@ -13,11 +13,13 @@ from vishwamai.aot.compile.live_ranges import read_dump
 from vishwamai.aot.compile.traced import Argument
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError, KernelError
-from vishwamai.planning import Change, Estimate, advice, search
-from vishwamai.planning.advice import alternatives, explain_training, training_changes
-from vishwamai.planning.diagnosis import ranked
-from vishwamai.planning.peak import peak_memory
-from vishwamai.planning.speed import training_time
+from vishwamai.planning import Change, Estimate
+from vishwamai.planning.memory.peak import peak_memory
+from vishwamai.planning.search import advice
+from vishwamai.planning.search import plan as search
+from vishwamai.planning.search.advice import alternatives, explain_training, training_changes
+from vishwamai.planning.search.diagnosis import ranked
+from vishwamai.planning.time.speed import training_time
 from vishwamai.planning.training import trace_training
 from vishwamai.training.config_file import from_dict, read_config, to_dict
 

@@ -16,7 +16,7 @@ from vishwamai import aot, planning
 from vishwamai.aot.compile import answers, child
 from vishwamai.aot.compile.traced import read_sharding, write_sharding
 from vishwamai.core.errors import DeviceError, KernelError
-from vishwamai.planning.figures import Estimate, Measurement
+from vishwamai.core.figures import Estimate, Measurement
 
 needs_libtpu = pytest.mark.skipif(not aot.has_libtpu(), reason="libtpu is not installed")
 MIB = 1 << 20

@@ -3,9 +3,9 @@
 import re
 
 from plans import training
-from vishwamai.planning.figures import Estimate
-from vishwamai.planning.page import write_page
-from vishwamai.planning.search import Candidate, Plan
+from vishwamai.core.figures import Estimate
+from vishwamai.planning.search.page import write_page
+from vishwamai.planning.search.plan import Candidate, Plan
 
 GIB = 2**30
 

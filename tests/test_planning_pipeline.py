@@ -18,13 +18,13 @@ from vishwamai.core.hardware import TPUS
 from vishwamai.core.hlo import parse_module
 from vishwamai.models import Decoder
 from vishwamai.parallel.pipeline.ticks import COLUMNS
-from vishwamai.planning.advice import alternatives
-from vishwamai.planning.analytic import CLASSES, Breakdown, described, training_memory
-from vishwamai.planning.program_time import time_program
-from vishwamai.planning.search import candidates, plan_training
-from vishwamai.planning.speed import training_time
-from vishwamai.planning.stages import microbatches_kept, stretch
-from vishwamai.planning.timeline import Follower
+from vishwamai.planning.memory.analytic import CLASSES, Breakdown, described, training_memory
+from vishwamai.planning.memory.stages import microbatches_kept, stretch
+from vishwamai.planning.search.advice import alternatives
+from vishwamai.planning.search.plan import candidates, plan_training
+from vishwamai.planning.time.program_time import time_program
+from vishwamai.planning.time.speed import training_time
+from vishwamai.planning.time.timeline import Follower
 from vishwamai.planning.training import trace_training
 from vishwamai.training.checks import check
 from vishwamai.training.config_file import from_dict
@@ -241,8 +241,8 @@ def test_a_search_over_stages_asks_the_compiler_for_them(monkeypatch):
         name = f"{config.mesh} {config.remat} {config.microbatches}"
         return planning.Program(name, target, b"", (), name)
 
-    monkeypatch.setattr("vishwamai.planning.search.trace_training", traced)
-    monkeypatch.setattr("vishwamai.planning.search.REMAT", ("none",))
+    monkeypatch.setattr("vishwamai.planning.search.plan.trace_training", traced)
+    monkeypatch.setattr("vishwamai.planning.search.plan.REMAT", ("none",))
     monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"needed": GIB, "allocations": []})
     config = staged(mesh={"pipeline": 2, "tensor": 2})
     plan = plan_training(config, "v5e:2x2", search=True, verify=False)

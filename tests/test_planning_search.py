@@ -18,13 +18,13 @@ from vishwamai.cli import main
 from vishwamai.cli.plan_training import table
 from vishwamai.cli.progress import Countdown, _countdown_bar
 from vishwamai.core.errors import ConfigError, KernelError
-from vishwamai.planning import search
-from vishwamai.planning.analytic import training_memory
-from vishwamai.planning.controller import REMAT
-from vishwamai.planning.pace import COMPILED, Pace
-from vishwamai.planning.program_time import Row
-from vishwamai.planning.search import FINALISTS, candidates, meshes, plan_training
-from vishwamai.planning.speed import training_time
+from vishwamai.planning.memory.analytic import training_memory
+from vishwamai.planning.search import plan as search
+from vishwamai.planning.search.controller import REMAT
+from vishwamai.planning.search.plan import FINALISTS, candidates, meshes, plan_training
+from vishwamai.planning.time.pace import COMPILED, Pace
+from vishwamai.planning.time.program_time import Row
+from vishwamai.planning.time.speed import training_time
 from vishwamai.training.config import MeshSection
 from vishwamai.training.config_file import to_dict
 

@@ -17,23 +17,23 @@ from vishwamai import aot, planning
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.traced import devices_in_order, trace
 from vishwamai.core.errors import DeviceError, UnsupportedError
+from vishwamai.core.figures import Estimate
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.hlo import parse_module
 from vishwamai.core.links import AxisLinks, axis_links, estimate_collective
 from vishwamai.core.numbers import divisors
 from vishwamai.models import ModelConfig
 from vishwamai.parallel import estimate_exchange
-from vishwamai.planning import program_time
-from vishwamai.planning.analytic import CLASSES, Breakdown
-from vishwamai.planning.collectives import group_of, link_seconds
-from vishwamai.planning.compiler import Compiler
 from vishwamai.planning.exchange import exchange_seconds
-from vishwamai.planning.figures import Estimate
+from vishwamai.planning.memory.analytic import CLASSES, Breakdown
+from vishwamai.planning.memory.compiler import Compiler
 from vishwamai.planning.mesh_links import links_of
-from vishwamai.planning.program_time import time_program
 from vishwamai.planning.serving import Serving, kv_bytes_per_token, trace_serving
-from vishwamai.planning.speed import training_speed, training_time
-from vishwamai.planning.timeline import Follower, trip_count
+from vishwamai.planning.time import program_time
+from vishwamai.planning.time.collectives import group_of, link_seconds
+from vishwamai.planning.time.program_time import time_program
+from vishwamai.planning.time.speed import training_speed, training_time
+from vishwamai.planning.time.timeline import Follower, trip_count
 from vishwamai.training.config import MeshSection
 from vishwamai.training.config_file import from_dict
 from vishwamai.training.sharding import make_layout
@@ -478,7 +478,7 @@ def test_the_range_of_times_is_that_of_the_published_steps():
     sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
     import published_steps
 
-    from vishwamai.planning.published import STEPS, published_range
+    from vishwamai.planning.time.published import STEPS, published_range
 
     assert len(STEPS) == len(published_steps.ROWS)
     for step, row in zip(STEPS, published_steps.ROWS):

@@ -20,9 +20,10 @@ from vishwamai.core.errors import ConfigError, ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.target import devices_of
 from vishwamai.models import ModelConfig
-from vishwamai.planning import analytic
-from vishwamai.planning.allocation import llama_like, training_config
-from vishwamai.planning.analytic import (
+from vishwamai.planning.exchange import exchange_seconds
+from vishwamai.planning.memory import analytic
+from vishwamai.planning.memory.allocation import llama_like, training_config
+from vishwamai.planning.memory.analytic import (
     CLASSES,
     described,
     exchanged_embedding,
@@ -31,12 +32,11 @@ from vishwamai.planning.analytic import (
     split_parameters,
     training_memory,
 )
-from vishwamai.planning.controller import REMAT, TARGET, optimize_memory_usage
-from vishwamai.planning.exchange import exchange_seconds
-from vishwamai.planning.residuals import residual_bytes
-from vishwamai.planning.search import candidates, plan_training
+from vishwamai.planning.memory.residuals import residual_bytes
+from vishwamai.planning.search.controller import REMAT, TARGET, optimize_memory_usage
+from vishwamai.planning.search.plan import candidates, plan_training
 from vishwamai.planning.serving import Serving, kv_bytes_per_token
-from vishwamai.planning.speed import training_speed, training_time
+from vishwamai.planning.time.speed import training_speed, training_time
 from vishwamai.training.config import MeshSection
 from vishwamai.training.config_file import from_dict, read_config
 from vishwamai.training.program import training_step

@@ -18,8 +18,7 @@ from vishwamai.core.errors import ConfigError, DeviceError, KernelError, ShapeEr
 from vishwamai.measure import trace
 from vishwamai.measure.flops import program_flops
 from vishwamai.models import Decoder, ModelConfig
-from vishwamai.performance import Estimate, Measurement, TPUProfiler
-from vishwamai.planning import profiler
+from vishwamai.performance import Estimate, Measurement, TPUProfiler, profiler
 from vishwamai.training.flops import flops_per_token
 
 PEAK = 1e15

@@ -17,8 +17,8 @@ from vishwamai import BlockMask, block_sparse_attention, explain, kernel_config
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.signature import array_specs
 from vishwamai.ops.attention.checks import Options, make_spec
-from vishwamai.ops.attention.ring_plan import Ring, why_not_ring
 from vishwamai.ops.attention.spec import Operands
+from vishwamai.ops.attention.split.ring_plan import Ring, why_not_ring
 
 SPLIT = P(None, None, "sequence")
 DEVICES, LENGTH, BLOCK = 4, 64, 8

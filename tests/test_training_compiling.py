@@ -9,8 +9,8 @@ import pytest
 from vishwamai import aot, planning
 from vishwamai.core.errors import ConfigError, FallbackWarning
 from vishwamai.core.hardware import TPUS
-from vishwamai.planning.allocation import training_config
-from vishwamai.planning.program_time import time_program
+from vishwamai.planning.memory.allocation import training_config
+from vishwamai.planning.time.program_time import time_program
 from vishwamai.planning.training import trace_training
 from vishwamai.training import compiling
 from vishwamai.training.compiling import compiler_options

@@ -11,9 +11,9 @@ from vishwamai.cli import main
 from vishwamai.core.config import ambient_target
 from vishwamai.core.errors import ConfigError
 from vishwamai.core.target import Target
-from vishwamai.planning.analytic import training_memory
-from vishwamai.planning.batch import throughput_bound
-from vishwamai.planning.speed import training_speed, training_time
+from vishwamai.planning.memory.analytic import training_memory
+from vishwamai.planning.search.batch import throughput_bound
+from vishwamai.planning.time.speed import training_speed, training_time
 from vishwamai.training.checks import check
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig

@@ -4,9 +4,9 @@ import pytest
 
 from benchmark_files import loaded
 from vishwamai import aot
+from vishwamai.core.figures import Estimate
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.links import estimate_collective
-from vishwamai.planning.figures import Estimate
 from vishwamai.planning.mesh_links import links_of
 
 LENGTH = 512

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the table below, as tools read it
-    from vishwamai.core.code_tensor import CodeFormat, CodeTensor
     from vishwamai.core.config import KernelConfig, current_config, kernel_config
     from vishwamai.core.errors import (
         DeviceError,
@@ -20,9 +19,10 @@ if TYPE_CHECKING:  # the table below, as tools read it
         VishwamaiError,
     )
     from vishwamai.core.explain import explain
-    from vishwamai.core.packed_qtensor import PackedQTensor
     from vishwamai.core.precision import PrecisionConfig
     from vishwamai.core.qtensor import QTensor
+    from vishwamai.core.quantized.code_tensor import CodeFormat, CodeTensor
+    from vishwamai.core.quantized.packed_qtensor import PackedQTensor
     from vishwamai.ops.activation import fused_gelu_dropout, gelu, relu2, silu
     from vishwamai.ops.attention import (
         BlockMask,

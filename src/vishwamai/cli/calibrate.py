@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0; 1 where a case gave wrong numbers."""
-    from vishwamai.planning import calibration
+    from vishwamai.planning.time import calibration
 
     use, show = arguments.use, arguments.show
     if use is not None and show is not None:
@@ -70,8 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace) -> int:
     from vishwamai.bench.runner import BenchSettings, steps
     from vishwamai.ops import catalogue
-    from vishwamai.planning import calibration
-    from vishwamai.planning.calibrate import calibrate, name_here
+    from vishwamai.planning.time import calibration
+    from vishwamai.planning.time.calibrate import calibrate, name_here
 
     settings = BenchSettings.quick() if arguments.quick else BenchSettings.all() if arguments.all else BenchSettings()
     # A schedule is of the whole case, so cases are not made smaller where the device is fast enough for them.

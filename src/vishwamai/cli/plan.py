@@ -139,9 +139,9 @@ def _bytes(estimate: Any) -> int | None:
 def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
     from vishwamai.cli.plan_training import as_dict, table
     from vishwamai.core.target import devices_of
-    from vishwamai.planning.advice import explain_training
-    from vishwamai.planning.compiler import Compiler
-    from vishwamai.planning.search import NOT_TRIED, Candidate, Plan, plan_of_tried, plan_training
+    from vishwamai.planning.memory.compiler import Compiler
+    from vishwamai.planning.search.advice import explain_training
+    from vishwamai.planning.search.plan import NOT_TRIED, Candidate, Plan, plan_of_tried, plan_training
     from vishwamai.training.config_file import read_config
 
     keys = model.optimization(arguments)
@@ -183,7 +183,7 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
     lines = [line for plan in plans for line in table(plan, arguments.price)]
     lines += ["not tried:", *(f"  {text}" for text in not_tried), *map(str, reasons)]
     if arguments.report is not None:
-        from vishwamai.planning.page import write_page
+        from vishwamai.planning.search.page import write_page
 
         write_page(plans, arguments.report, arguments.price)
         say(f"{arguments.report} has the page")
@@ -237,8 +237,8 @@ def _diagnosis(diagnosis: Any) -> dict[str, Any]:
 def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
     from vishwamai.core.target import devices_of
     from vishwamai.models import read_config
-    from vishwamai.planning.analytic import serving_memory
-    from vishwamai.planning.compiler import Compiler
+    from vishwamai.planning.memory.analytic import serving_memory
+    from vishwamai.planning.memory.compiler import Compiler
     from vishwamai.planning.serving import Serving, kv_bytes_per_token, trace_serving
 
     config = read_config(model.fetch(Path(arguments.config), weights=False)[0])
@@ -306,7 +306,7 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
 
 def _compiled(arguments: argparse.Namespace, compiler: Any, program: Any, say: Any) -> tuple[Any, Any]:
     """The memory of a program, and its time; None where it does not fit or was not asked for."""
-    from vishwamai.planning.program_time import time_program
+    from vishwamai.planning.time.program_time import time_program
 
     report = compiler.probe(program)
     if not report.fits or arguments.no_verify:
@@ -317,8 +317,8 @@ def _compiled(arguments: argparse.Namespace, compiler: Any, program: Any, say: A
 
 def _decoding(arguments: argparse.Namespace, target: str, experts: bool, formula: Any, timed: Any) -> list[str]:
     """Lines about the time of a decoding step, which gives every sequence one token."""
-    from vishwamai.planning.figures import Estimate, cost_of_tokens
-    from vishwamai.planning.published import published_range
+    from vishwamai.core.figures import Estimate, cost_of_tokens
+    from vishwamai.planning.time.published import published_range
 
     chip = Target.parse_chip(target)
     read = sum(formula.parts[name].value for name in ("parameters", "kv", "states"))
@@ -339,8 +339,8 @@ def _decoding(arguments: argparse.Namespace, target: str, experts: bool, formula
 
 def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
     from vishwamai.aot.compile.traced import trace
-    from vishwamai.planning.compiler import Compiler
-    from vishwamai.planning.diagnosis import explain_program
+    from vishwamai.planning.memory.compiler import Compiler
+    from vishwamai.planning.search.diagnosis import explain_program
 
     call = function.load_call(arguments.config, arguments.args)
     reasons = []
@@ -377,7 +377,7 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
 
 def _timed(timed: Any, target: str) -> list[str]:
     """The time of a function, and how far such estimates were from published steps."""
-    from vishwamai.planning.published import published_range
+    from vishwamai.planning.time.published import published_range
 
     return [*str(timed).splitlines(), f"  {published_range(target, False).describe(timed.step, target)}"]
 

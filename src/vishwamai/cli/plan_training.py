@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from vishwamai.planning.analytic import described
-from vishwamai.planning.figures import Estimate
-from vishwamai.planning.published import PublishedRange, published_range
-from vishwamai.planning.search import Candidate, Plan, front
+from vishwamai.core.figures import Estimate
+from vishwamai.planning.memory.analytic import described
+from vishwamai.planning.search.plan import Candidate, Plan, front
+from vishwamai.planning.time.published import PublishedRange, published_range
 
 _SHOWN = 12
 _MESH = {"data": 4, "fsdp": 4, "expert": 3, "sequence": 3, "tensor": 3}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli.console import console, require_rich
 from vishwamai.core import logs
-from vishwamai.measure.progress import write
+from vishwamai.core.progress import write
 
 if TYPE_CHECKING:
     from rich.progress import Progress, Task

@@ -12,8 +12,8 @@ and `automatic_axes` (the factor rule), `links` (estimates of collectives), `tun
 Kernels: `pallas`, `tpu_dequantize`; `gpu`, `triton_launch`, `triton_call`, `gpu_kernels`; `ffi` and `cpp`;
 `activations`, `dropout`.
 
-Quantized weights: `qtensor`, `code_tensor` and `code_product` (formats that are data), `packed_qtensor` and
-`packed_product` (packed for the CPU), `weight` (weights that multiply by a rule of their own).
+Quantized weights: `qtensor`, the folder `quantized` (formats that are data, and weights packed for the CPU), `weight`
+(weights that multiply by a rule of their own). Figures that say where they come from: `figures`; long work: `progress`.
 
 Suites: `cases` and `draws`. Files: `caches`, `environment`, `installing`, `jax_cache`, `host_memory`. Programs: `hlo`.
 Private names of other libraries: `jax_private`, `triton_private`, `jax_errors`. `optimization` has the `optimization`

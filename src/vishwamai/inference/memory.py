@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.packed_qtensor import has_kernel
 from vishwamai.core.qtensor import QTensor, bits
+from vishwamai.core.quantized.packed_qtensor import has_kernel
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.mesh import logical_rules, pool_sharding
 from vishwamai.models.config import ModelConfig

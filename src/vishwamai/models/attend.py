@@ -11,7 +11,7 @@ import vishwamai
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.pages import PagedBatch, QuantizedPages
-from vishwamai.ops.attention.ring import ring_attention
+from vishwamai.ops.attention.split.ring import ring_attention
 from vishwamai.ops.attention.ulysses import ulysses_attention
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from flax import nnx
 
 import vishwamai
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.packed_qtensor import PackedQTensor
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import final_norm, in_dtype
 from vishwamai.models.config import ModelConfig

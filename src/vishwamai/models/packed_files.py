@@ -25,8 +25,8 @@ import numpy as np
 
 import vishwamai
 from vishwamai.core import caches, ffi
-from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.models.checkpoint import parameter_variables
 from vishwamai.models.config import read_config
 from vishwamai.models.decoder import Decoder

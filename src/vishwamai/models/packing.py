@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from vishwamai.core.arguments import checked
-from vishwamai.core.packed_qtensor import has_kernel
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.quantized.packed_qtensor import has_kernel
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.periods import segments
 from vishwamai.ops.matmul.packed_weight import DTYPES, pack_weight

@@ -11,8 +11,8 @@ data (`actions`, `generators`), what judges them (`check`, `simulate`, `timeline
 from vishwamai.core.errors import ScheduleError
 from vishwamai.core.links import AxisLinks, axis_links, estimate_collective
 from vishwamai.ops.attention.decode import decode_attention, merge_shards
-from vishwamai.ops.attention.ring import from_zigzag, ring_attention, to_zigzag
-from vishwamai.ops.attention.split_times import SplitAttentionEstimate, estimate_split_attention
+from vishwamai.ops.attention.split.ring import from_zigzag, ring_attention, to_zigzag
+from vishwamai.ops.attention.split.times import SplitAttentionEstimate, estimate_split_attention
 from vishwamai.ops.attention.ulysses import ulysses_attention
 from vishwamai.ops.moe.exchange import all_to_all_grouped_gemm, grouped_gemm_all_to_all
 from vishwamai.ops.moe.exchange_times import ExchangeEstimate, estimate_exchange

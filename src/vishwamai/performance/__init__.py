@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vishwamai.aot.compile.options.config import RuntimeConfig, configure_runtime_options
+from vishwamai.aot.tuning.flags import FlagTrial, FlagTuning, tune_flags
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.installing import install_line
 from vishwamai.core.optimization import Optimization, explain_optimization
@@ -25,16 +26,15 @@ from vishwamai.parallel import (
     optimize_memory_layout,
 )
 from vishwamai.performance.functions import apply_gradient_checkpointing, flash_attention_forward
+from vishwamai.performance.profile_results import ProfileResults
+from vishwamai.performance.profiler import TPUProfiler
+from vishwamai.performance.usage import MemoryStats, track_memory_usage
 from vishwamai.planning import Estimate, Measurement, MemorySettings, optimize_memory_usage
-from vishwamai.planning.flags import FlagTrial, FlagTuning, tune_flags
-from vishwamai.planning.profile_results import ProfileResults
-from vishwamai.planning.profiler import TPUProfiler
-from vishwamai.planning.usage import MemoryStats, track_memory_usage
 from vishwamai.rewrite import XlaReport, explain_xla_compilation, optimize_xla_compilation
 
 if TYPE_CHECKING:
-    from vishwamai.planning.allocation import Allocation, MemoryPlanner
-    from vishwamai.planning.batch import optimize_batch_size
+    from vishwamai.planning.memory.allocation import Allocation, MemoryPlanner
+    from vishwamai.planning.search.batch import optimize_batch_size
     from vishwamai.training.fp8 import FP8Optimizer
 
 __all__ = [
@@ -74,10 +74,10 @@ __all__ = [
 ]
 
 _OF_TRAINING = {
-    "Allocation": "vishwamai.planning.allocation",
+    "Allocation": "vishwamai.planning.memory.allocation",
     "FP8Optimizer": "vishwamai.training.fp8",
-    "MemoryPlanner": "vishwamai.planning.allocation",
-    "optimize_batch_size": "vishwamai.planning.batch",
+    "MemoryPlanner": "vishwamai.planning.memory.allocation",
+    "optimize_batch_size": "vishwamai.planning.search.batch",
 }
 
 

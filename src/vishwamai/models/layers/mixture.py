@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import vishwamai
-from vishwamai.core.code_tensor import CodeTensor
-from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.quantized.code_tensor import CodeTensor
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.weight import Weight
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import linear

@@ -29,7 +29,7 @@ from vishwamai.ops.attention.op import ATTENTION
 from vishwamai.ops.attention.places import existing_keys, row_positions, static_offset
 from vishwamai.ops.attention.reference import XLA
 from vishwamai.ops.attention.spec import SIGNATURE, Operands
-from vishwamai.ops.attention.split_sequence import attend_split
+from vishwamai.ops.attention.split.sequence import attend_split
 
 if TYPE_CHECKING:
     from jax import Array

@@ -17,7 +17,7 @@ from vishwamai.core.signature import array_specs, as_arrays
 from vishwamai.ops.attention.checks import Options, make_spec, segment_pair
 from vishwamai.ops.attention.places import existing_keys, lengths, row_positions, static_offset
 from vishwamai.ops.attention.spec import SIGNATURE, Operands
-from vishwamai.ops.attention.split_keys import attend_keys, merged_over
+from vishwamai.ops.attention.split.keys import attend_keys, merged_over
 
 if TYPE_CHECKING:
     from jax import Array

@@ -17,7 +17,7 @@ from vishwamai.core.signature import array_specs, as_arrays
 from vishwamai.ops.attention.api import flash_attention
 from vishwamai.ops.attention.checks import check_arrays, segment_pair
 from vishwamai.ops.attention.spec import SIGNATURE, Operands
-from vishwamai.ops.attention.ulysses_exchange import exchange, restored
+from vishwamai.ops.attention.split.ulysses_exchange import exchange, restored
 
 if TYPE_CHECKING:
     from jax import Array

@@ -17,7 +17,7 @@ from vishwamai.core.sharding import explicit_mesh, mesh_axes
 from vishwamai.core.spec import as_array
 from vishwamai.core.value_checks import check_values, is_known
 from vishwamai.ops.attention.api import flash_attention
-from vishwamai.ops.attention.ring import to_zigzag
+from vishwamai.ops.attention.split.ring import to_zigzag
 
 if TYPE_CHECKING:
     from jax import Array

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
-from vishwamai.core.code_product import by_columns
-from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.config import ambient_target, cast_for_matmul, current_config
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
-from vishwamai.core.packed_product import packed_product
-from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.qtensor import QTensor, scale_values, undifferentiable
+from vishwamai.core.quantized.code_product import by_columns
+from vishwamai.core.quantized.code_tensor import CodeTensor
+from vishwamai.core.quantized.packed_product import packed_product
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import ArraySpec, array_spec, as_array
 from vishwamai.ops.gated.cpu import NATIVE

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
-from vishwamai.core.code_product import by_columns, check_options
-from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.config import cast_for_matmul, current_config
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
-from vishwamai.core.packed_product import packed_product
-from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.quantized.code_product import by_columns, check_options
+from vishwamai.core.quantized.code_tensor import CodeTensor
+from vishwamai.core.quantized.packed_product import packed_product
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import as_array, as_jax_dtype
 from vishwamai.ops.matmul.cpu import NATIVE

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from vishwamai.core import ffi
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.packed_qtensor import PackedQTensor, pack_qtensor
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor, pack_qtensor
 from vishwamai.core.spec import as_array
 
 if TYPE_CHECKING:

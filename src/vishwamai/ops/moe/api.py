@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
-from vishwamai.core.code_product import by_columns
-from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.config import cast_for_matmul
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.op import Op
-from vishwamai.core.packed_product import packed_product
-from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor, undifferentiable
+from vishwamai.core.quantized.code_product import by_columns
+from vishwamai.core.quantized.code_tensor import CodeTensor
+from vishwamai.core.quantized.packed_product import packed_product
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import as_array, as_jax_dtype
 from vishwamai.core.value_checks import check_values

@@ -15,8 +15,8 @@ from vishwamai.core import observe
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.links import AxisLinks
-from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.sharding import match_varying, mesh_axis_size
 from vishwamai.core.spec import as_array, as_jax_dtype
 from vishwamai.ops.moe.exchange_times import decide, estimate_exchange

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from vishwamai.core import observe
 from vishwamai.core.activations import activate
 from vishwamai.core.arguments import checked
-from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.links import AxisLinks
-from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.quantized.code_tensor import CodeTensor
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.sharding import mesh_axis_size
 from vishwamai.core.spec import ArraySpec, array_spec, as_array
 from vishwamai.core.value_checks import check_values

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import UnsupportedError
-from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.promotion import by_default
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.sharding import match_varying
 from vishwamai.core.weight import Weight
 from vishwamai.ops.moe.api import grouped_gemm

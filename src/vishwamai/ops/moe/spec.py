@@ -12,11 +12,11 @@ import numpy as np
 
 from vishwamai.core import dims
 from vishwamai.core.arrays import cut, namespace
-from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.packed_qtensor import PackedQTensor
 from vishwamai.core.precision import FP8_DTYPES, accumulator_dtype
 from vishwamai.core.qtensor import FP4, INT4, QTensor, bits
+from vishwamai.core.quantized.code_tensor import CodeTensor
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import OpSpec, as_dtype
 

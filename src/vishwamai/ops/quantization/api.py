@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked
-from vishwamai.core.code_tensor import CodeFormat, CodeTensor
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import FORMATS, QTensor, format_name
+from vishwamai.core.quantized.code_tensor import CodeFormat, CodeTensor
 from vishwamai.core.spec import as_jax_dtype
 from vishwamai.ops.quantization.codes import encoded
 from vishwamai.ops.quantization.rounding import magnitude, rounded

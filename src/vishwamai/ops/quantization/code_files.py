@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from vishwamai.core.arguments import described
-from vishwamai.core.code_tensor import CodeFormat, CodeTensor
 from vishwamai.core.errors import KernelError, ShapeError
+from vishwamai.core.quantized.code_tensor import CodeFormat, CodeTensor
 
 _KEY = "vishwamai.codes"
 _FIELDS = ("codes", "scales", "zeros")

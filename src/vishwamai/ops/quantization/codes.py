@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vishwamai.core.code_tensor import SCALES, CodeFormat, CodeTensor, planes
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import expand, scale_values
+from vishwamai.core.quantized.code_tensor import SCALES, CodeFormat, CodeTensor, planes
 
 _DEFAULTS = {"block_size": None, "scale": "absmax", "rounding": "nearest", "key": None}
 

@@ -22,19 +22,19 @@ from vishwamai.aot import has_libtpu, inspect
 from vishwamai.bench.machine import Usage, cpu
 from vishwamai.core.arguments import check_callable, checked, checks_its_own, described
 from vishwamai.core.errors import ConfigError, DeviceError, ShapeError, UnsupportedError, VishwamaiError
+from vishwamai.core.figures import Estimate, Measurement
 from vishwamai.core.installing import install_line
 from vishwamai.core.jax_errors import out_of_memory_named
 from vishwamai.core.numbers import human
+from vishwamai.core.progress import Progress
 from vishwamai.core.target import Target
 from vishwamai.measure.flops import ProgramFlops, program_flops
 from vishwamai.measure.machine_peaks import local_peaks
 from vishwamai.measure.program import undisturbed
-from vishwamai.measure.progress import Progress
 from vishwamai.measure.trace import OperationTime, operation_times, record_trace, why_no_trace
-from vishwamai.planning.compiler import verify
-from vishwamai.planning.figures import Estimate, Measurement
-from vishwamai.planning.profile_results import ProfileResults, TargetEstimate
-from vishwamai.planning.usage import counted_peak, planned_memory
+from vishwamai.performance.profile_results import ProfileResults, TargetEstimate
+from vishwamai.performance.usage import counted_peak, planned_memory
+from vishwamai.planning.memory.compiler import verify
 
 _NAME = "profile_execution"
 _MOST_STEPS = 100_000

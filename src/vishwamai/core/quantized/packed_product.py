@@ -22,8 +22,8 @@ from vishwamai.core.activations import ACTIVATIONS, activate
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation, Op
-from vishwamai.core.packed_qtensor import KINDS, PackedQTensor, unpacked_values
 from vishwamai.core.qtensor import undifferentiable
+from vishwamai.core.quantized.packed_qtensor import KINDS, PackedQTensor, unpacked_values
 from vishwamai.core.spec import OpSpec, array_spec
 from vishwamai.core.target import Target
 

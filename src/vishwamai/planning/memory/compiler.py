@@ -20,10 +20,10 @@ from vishwamai.aot.schedule.dump import dump_flags
 from vishwamai.core import caches
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError, KernelError, UnsupportedError
+from vishwamai.core.figures import Estimate
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
-from vishwamai.planning.figures import Estimate
-from vishwamai.planning.peak import PeakMemory, peak_memory
+from vishwamai.planning.memory.peak import PeakMemory, peak_memory
 
 Options = Mapping[str, "str | bool"]
 """Options of the compiler, checked by `compiler_options_of`."""

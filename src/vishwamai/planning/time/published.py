@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from vishwamai.core.figures import Estimate
 from vishwamai.core.target import Target
-from vishwamai.planning.figures import Estimate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ import numpy as np
 
 from vishwamai.core.arguments import check_callable, checked
 from vishwamai.core.errors import ShapeError, VishwamaiError
+from vishwamai.core.figures import Estimate, Measurement
 from vishwamai.core.numbers import human
 from vishwamai.measure.live import LiveAt, live_bytes
-from vishwamai.planning.figures import Estimate, Measurement
 
 Tree = Any
 

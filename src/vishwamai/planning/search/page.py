@@ -10,7 +10,7 @@ from typing import Any
 from vishwamai import reports
 from vishwamai.core import caches
 from vishwamai.core.errors import ConfigError
-from vishwamai.planning.search import Candidate, Plan, front
+from vishwamai.planning.search.plan import Candidate, Plan, front
 from vishwamai.reports import charts
 
 _COLUMNS = ("settings", "front", "memory, GiB", "level", "step, s", "step's level", "tokens/s a chip", "MFU")
@@ -27,7 +27,7 @@ def write_page(plans: Sequence[Plan], path: str | os.PathLike[str], price: float
       UnsupportedError: Jinja2 is not installed.
     """
     page = reports.render(
-        "planning/plan.html", title="Plan of a training step", sections=[_section(plan, price) for plan in plans]
+        "planning/search/plan.html", title="Plan of a training step", sections=[_section(plan, price) for plan in plans]
     )
     try:
         caches.write(Path(path), page)

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from vishwamai.core.errors import ConfigError, VishwamaiError
+from vishwamai.core.figures import Estimate
 from vishwamai.core.numbers import divisors
 from vishwamai.core.target import devices_of
 from vishwamai.models.parameters import split_units
 from vishwamai.models.storage import KEEP
-from vishwamai.planning.advice import narrower_moments
-from vishwamai.planning.analytic import described, training_memory
-from vishwamai.planning.compiler import Compiler
-from vishwamai.planning.controller import REMAT
-from vishwamai.planning.figures import Estimate
-from vishwamai.planning.pace import Pace, timed
-from vishwamai.planning.program_time import StepTime, time_program
-from vishwamai.planning.speed import Speed, training_speed, training_time
+from vishwamai.planning.memory.analytic import described, training_memory
+from vishwamai.planning.memory.compiler import Compiler
+from vishwamai.planning.search.advice import narrower_moments
+from vishwamai.planning.search.controller import REMAT
+from vishwamai.planning.time.pace import Pace, timed
+from vishwamai.planning.time.program_time import StepTime, time_program
+from vishwamai.planning.time.speed import Speed, training_speed, training_time
 from vishwamai.planning.training import trace_training
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.model import with_local_model
@@ -183,7 +183,7 @@ def meshes(config: TrainConfig, target: str) -> list[MeshSection]:
     Raises:
       ConfigError: the configuration's sizes do not divide the devices, or no mesh divides the batch.
 
-    >>> from vishwamai.planning.allocation import llama_like, training_config
+    >>> from vishwamai.planning.memory.allocation import llama_like, training_config
     >>> config = training_config(llama_like(256, 512), {}, "v5e:2x2", batch_size=4, sequence_length=512)
     >>> [mesh_text(mesh) for mesh in meshes(config, "v5e:2x2")][:3]
     ['mesh.data=4', 'mesh.data=2 times mesh.fsdp=2', 'mesh.fsdp=4']
@@ -232,7 +232,7 @@ def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
 
     Raises: as `meshes`; and as `training.slices.check_stages`, where stages can compute none.
 
-    >>> from vishwamai.planning.allocation import llama_like, training_config
+    >>> from vishwamai.planning.memory.allocation import llama_like, training_config
     >>> config = training_config(llama_like(256, 512), {}, "v5e:2x2", batch_size=4, sequence_length=512)
     >>> found = list(candidates(config, "v5e:2x2"))
     >>> found[0].mesh.data, found[0].remat, found[0].microbatches

@@ -9,14 +9,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from vishwamai.core.errors import ConfigError, KernelError
+from vishwamai.core.figures import Estimate
 from vishwamai.core.numbers import divisors
 from vishwamai.core.target import Target, devices_of
-from vishwamai.planning.analytic import training_memory
-from vishwamai.planning.compiler import Compiler
-from vishwamai.planning.controller import REMAT
-from vishwamai.planning.diagnosis import Change, Diagnosis, ranked
-from vishwamai.planning.figures import Estimate
-from vishwamai.planning.speed import training_time
+from vishwamai.planning.memory.analytic import training_memory
+from vishwamai.planning.memory.compiler import Compiler
+from vishwamai.planning.search.controller import REMAT
+from vishwamai.planning.search.diagnosis import Change, Diagnosis, ranked
+from vishwamai.planning.time.speed import training_time
 from vishwamai.planning.training import trace_training
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.slices import on_slice, why_no_stages

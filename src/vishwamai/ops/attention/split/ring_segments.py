@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.sharding import varying_axes
-from vishwamai.ops.attention.ring_plan import Ring
 from vishwamai.ops.attention.spec import Operands
+from vishwamai.ops.attention.split.ring_plan import Ring
 
 
 class Reach(NamedTuple):

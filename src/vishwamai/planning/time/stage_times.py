@@ -16,8 +16,8 @@ from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
 from vishwamai.parallel.pipeline.simulate import ActionTimes
 from vishwamai.parallel.pipeline.split import split_part
-from vishwamai.planning.compiler import Compiler
-from vishwamai.planning.program_time import time_program
+from vishwamai.planning.memory.compiler import Compiler
+from vishwamai.planning.time.program_time import time_program
 
 
 @checked

@@ -21,14 +21,14 @@ from jax.sharding import AbstractMesh
 from vishwamai.core import hardware
 from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import FallbackWarning
+from vishwamai.core.figures import Estimate
 from vishwamai.core.target import Target
 from vishwamai.models import ModelConfig
 from vishwamai.ops.loss.gathered import PIECE_BYTES
 from vishwamai.planning.exchange import experts_room, rows_in_pieces
-from vishwamai.planning.figures import Estimate
-from vishwamai.planning.residuals import residual_bytes, share_of
+from vishwamai.planning.memory.residuals import residual_bytes, share_of
+from vishwamai.planning.memory.stages import Slot, slot_of
 from vishwamai.planning.serving import Serving, size
-from vishwamai.planning.stages import Slot, slot_of
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.fp8 import FP8Optimizer

@@ -15,9 +15,9 @@ from vishwamai.core.links import AxisLinks, estimate_collective
 from vishwamai.core.signature import array_specs
 from vishwamai.core.spec import ArraySpec
 from vishwamai.ops.attention.checks import Options, make_spec
-from vishwamai.ops.attention.ring_plan import Part, Ring, why_not_ring, why_not_zigzag
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
-from vishwamai.ops.attention.ulysses_exchange import why_not_ulysses
+from vishwamai.ops.attention.split.ring_plan import Part, Ring, why_not_ring, why_not_zigzag
+from vishwamai.ops.attention.split.ulysses_exchange import why_not_ulysses
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.core.code_tensor import CodeTensor
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import undifferentiable
+from vishwamai.core.quantized.code_tensor import CodeTensor
 
 TILE_BYTES = 8 << 20  # of dense tiles at a time
 _GRANULE = 128  # columns: lanes of a TPU

@@ -18,7 +18,7 @@ from vishwamai.measure.flops import program_flops
 from vishwamai.measure.machine_peaks import measure_machine
 from vishwamai.measure.program import measure
 from vishwamai.ops.catalogue import specs_of
-from vishwamai.planning.calibration import Calibration, Row
+from vishwamai.planning.time.calibration import Calibration, Row
 
 _VERSIONS = ("vishwamai", "jax", "jaxlib", "libtpu", "numpy")
 

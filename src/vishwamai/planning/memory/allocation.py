@@ -9,11 +9,11 @@ from typing import Any
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ConfigError, ShapeError
+from vishwamai.core.figures import Level
 from vishwamai.core.target import Target, devices_of
 from vishwamai.models import ModelConfig
-from vishwamai.planning.analytic import Breakdown, serving_memory, training_memory
-from vishwamai.planning.compiler import Compiler, ProgramMemory
-from vishwamai.planning.figures import Level
+from vishwamai.planning.memory.analytic import Breakdown, serving_memory, training_memory
+from vishwamai.planning.memory.compiler import Compiler, ProgramMemory
 from vishwamai.planning.serving import Serving, trace_serving
 from vishwamai.planning.training import trace_training
 from vishwamai.training.compute_dtype import resolved

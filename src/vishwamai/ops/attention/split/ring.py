@@ -25,9 +25,9 @@ from vishwamai.core.signature import array_specs, as_arrays
 from vishwamai.core.spec import ArraySpec
 from vishwamai.ops.attention.checks import Options, check_dropout_key, make_spec, segment_pair
 from vishwamai.ops.attention.reference import XLA
-from vishwamai.ops.attention.ring_hops import ring
-from vishwamai.ops.attention.ring_plan import why_not_ring
 from vishwamai.ops.attention.spec import SIGNATURE, Operands
+from vishwamai.ops.attention.split.ring_hops import ring
+from vishwamai.ops.attention.split.ring_plan import why_not_ring
 
 if TYPE_CHECKING:
     from jax import Array

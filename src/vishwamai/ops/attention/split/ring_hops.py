@@ -18,9 +18,9 @@ from vishwamai.ops.attention.chunked import XLA_CHUNKED
 from vishwamai.ops.attention.merge import merged
 from vishwamai.ops.attention.op import ATTENTION
 from vishwamai.ops.attention.reference import XLA
-from vishwamai.ops.attention.ring_plan import TRAVEL, Part, Ring
-from vishwamai.ops.attention.ring_segments import reach_of
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
+from vishwamai.ops.attention.split.ring_plan import TRAVEL, Part, Ring
+from vishwamai.ops.attention.split.ring_segments import reach_of
 
 
 def ring(

@@ -25,14 +25,14 @@ from vishwamai.aot.schedule.simulate import Simulator
 from vishwamai.aot.schedule.twins import twins
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError
+from vishwamai.core.figures import Estimate
 from vishwamai.core.hlo import parse_module
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
-from vishwamai.planning import calibration
-from vishwamai.planning.collectives import link_seconds
-from vishwamai.planning.compiler import FOLDER, TEXT, Compiler, ProgramMemory, memory_of, verified_memory
-from vishwamai.planning.figures import Estimate
-from vishwamai.planning.timeline import PARTS, Follower, Timeline, family
+from vishwamai.planning.memory.compiler import FOLDER, TEXT, Compiler, ProgramMemory, memory_of, verified_memory
+from vishwamai.planning.time import calibration
+from vishwamai.planning.time.collectives import link_seconds
+from vishwamai.planning.time.timeline import PARTS, Follower, Timeline, family
 
 FORMAT = 7
 """Counts up when a timeline is followed in another way, so that kept ones are not read."""

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError, ShapeError
+from vishwamai.core.figures import LEVELS, Level
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target, devices_of
-from vishwamai.planning.allocation import llama_like, training_config
-from vishwamai.planning.analytic import training_memory
-from vishwamai.planning.compiler import Compiler
-from vishwamai.planning.figures import LEVELS, Level
+from vishwamai.planning.memory.allocation import llama_like, training_config
+from vishwamai.planning.memory.analytic import training_memory
+from vishwamai.planning.memory.compiler import Compiler
 from vishwamai.planning.training import trace_training
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig

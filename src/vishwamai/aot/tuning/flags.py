@@ -15,10 +15,10 @@ from vishwamai.aot.schedule.dump import dump_many
 from vishwamai.aot.schedule.inspection import Inspection, check_one_device, prepare, schedule_of
 from vishwamai.core.arguments import checks_its_own, described
 from vishwamai.core.errors import ConfigError, ShapeError, VishwamaiError
+from vishwamai.core.figures import Estimate
 from vishwamai.core.hardware import TpuChip
+from vishwamai.core.progress import Progress
 from vishwamai.core.target import Target
-from vishwamai.measure.progress import Progress
-from vishwamai.planning.figures import Estimate
 
 _NAME = "tune_flags"
 _LEAST_GAIN = 1e-3

@@ -20,12 +20,12 @@ from vishwamai.core.signature import Signature
 from vishwamai.core.spec import ArraySpec
 from vishwamai.ops.attention.op import ATTENTION
 from vishwamai.ops.attention.reference import XLA
-from vishwamai.ops.attention.ring_hops import ring
-from vishwamai.ops.attention.ring_plan import why_not_ring, why_not_zigzag
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
-from vishwamai.ops.attention.split_keys import attend_keys
-from vishwamai.ops.attention.split_times import of_part, split_times, why_not_hybrid
-from vishwamai.ops.attention.ulysses_exchange import exchange, gathered, own_rows, restored, why_not_ulysses
+from vishwamai.ops.attention.split.keys import attend_keys
+from vishwamai.ops.attention.split.ring_hops import ring
+from vishwamai.ops.attention.split.ring_plan import why_not_ring, why_not_zigzag
+from vishwamai.ops.attention.split.times import of_part, split_times, why_not_hybrid
+from vishwamai.ops.attention.split.ulysses_exchange import exchange, gathered, own_rows, restored, why_not_ulysses
 
 _SPLIT = "sequence"
 """The factor of queries and keys together, or of keys alone."""

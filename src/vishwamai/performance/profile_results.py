@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from vishwamai.core.figures import Estimate, Measurement
 from vishwamai.core.numbers import human
 from vishwamai.measure.flops import ProgramFlops
 from vishwamai.measure.trace import OperationTime
-from vishwamai.planning.compiler import ProgramMemory
-from vishwamai.planning.figures import Estimate, Measurement
+from vishwamai.planning.memory.compiler import ProgramMemory
 
 _WIDTH, _SHOWN = 80, 10
 PERCENTILES = (50, 90, 99)

@@ -14,10 +14,10 @@ from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options
 from vishwamai.aot.compile.traced import Program, trace
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import VishwamaiError
+from vishwamai.core.figures import Estimate
 from vishwamai.core.numbers import human
-from vishwamai.planning.compiler import Compiler, Options
-from vishwamai.planning.figures import Estimate
-from vishwamai.planning.peak import PeakMemory
+from vishwamai.planning.memory.compiler import Compiler, Options
+from vishwamai.planning.memory.peak import PeakMemory
 
 if TYPE_CHECKING:
     from vishwamai.training.config import TrainConfig

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from vishwamai.core import caches
 from vishwamai.core.errors import ConfigError, DeviceError
+from vishwamai.core.figures import LEVELS
 from vishwamai.core.hardware import TPUS
-from vishwamai.planning.figures import LEVELS
 
 FORMAT = 1
 LEAST = 3

@@ -21,7 +21,7 @@ from vishwamai.core.hardware import TpuChip
 from vishwamai.core.hlo import Instruction, Module, shape_bytes
 from vishwamai.parallel.pipeline.stage import column_of
 from vishwamai.parallel.pipeline.ticks import COLUMNS
-from vishwamai.planning.collectives import base, called, directed_links, inside, is_collective
+from vishwamai.planning.time.collectives import base, called, directed_links, inside, is_collective
 
 PARTS = ("kernels", "fusions", "collectives", "copies", "host", "stages")
 """What a device spends its time on: our kernels and others by Pallas, the compiler's own code, waiting for collectives,

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vishwamai.aot.compile.traced import Program
+from vishwamai.core.figures import Estimate
 from vishwamai.core.numbers import human
-from vishwamai.planning.figures import Estimate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,11 @@ import math
 
 import jax.numpy as jnp
 
+from vishwamai.core.figures import Estimate, cost_of_tokens
 from vishwamai.core.target import Target, devices_of
 from vishwamai.models import ModelConfig
-from vishwamai.planning.analytic import (
+from vishwamai.planning.exchange import exchange_seconds
+from vishwamai.planning.memory.analytic import (
     Breakdown,
     described,
     exchanged_embedding,
@@ -23,9 +25,7 @@ from vishwamai.planning.analytic import (
     split_parameters,
     training_memory,
 )
-from vishwamai.planning.exchange import exchange_seconds
-from vishwamai.planning.figures import Estimate, cost_of_tokens
-from vishwamai.planning.stages import microbatches_kept, stretch
+from vishwamai.planning.memory.stages import microbatches_kept, stretch
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token
