@@ -2,7 +2,7 @@
 
 Both programs: AdamW in float32, products in bfloat16, gradients added up in bfloat16, FSDP over all devices, rows of
 2048 tokens, everything recomputed in the backward pass. Memory is the compiler's; the time is that of
-`planning.program_time` for both: kernels by their schedules, links by the model, every loop as often as it runs.
+`planning.time.program_time` for both: kernels by their schedules, links by the model, every loop as often as it runs.
 XLA's fusions have the cycles that it estimates, or the time of their schedules; MaxText gets the shorter one. Ours has
 schedules alone where jaxlib cannot read the cycles back, on v5p and v6e. MaxText is compiled as it is, with XLA's
 windowed einsum off, and on v5p and v6e also with its collectives on the SparseCores, as ours are. "compile" are the CPU

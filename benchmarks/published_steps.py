@@ -102,7 +102,7 @@ ROWS = (
     by_rate(64, "v5p:4x4x4", 3, 323, V5P),
     Published("Mixtral 8x7B", MIXTRAL, "v6e:16x16", 8, 4096, 8.409, f"{TRILLIUM}/Mixtral-8x7B-MaxText"),
 )
-"""`planning.published` has the estimates of these rows, which `vishwamai plan` prints as a range."""
+"""`planning.time.published` has the estimates of these rows, which `vishwamai plan` prints as a range."""
 
 
 def configured(row: Published, keys: dict[str, Any]) -> TrainConfig:

@@ -5,9 +5,9 @@
     python benchmarks/weak_scaling.py --analytic             formulas alone, in seconds
     python benchmarks/weak_scaling.py --quick                a small model, to try the script
 
-Nothing here is measured. Compute is that of the compiled program (`planning.program_time`: kernels by their schedules,
-fusions by the compiler's cycles) on the smallest slice that holds the step; every chip has the same tokens on every
-slice, so it is the same on all of them. Collectives are those that the step needs, over the links of each slice.
+Nothing here is measured. Compute is that of the compiled program (`planning.time.program_time`: kernels by their
+schedules, fusions by the compiler's cycles) on the smallest slice that holds the step; every chip has the same tokens
+on every slice, so it is the same on all of them. Collectives are those that the step needs, over each slice's links.
 `mesh.fsdp` has all chips of a slice. More chips than a slice has are several slices, `mesh.data`, over the data
 center's network.
 """

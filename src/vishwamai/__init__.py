@@ -120,11 +120,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "core.code_tensor": "CodeFormat CodeTensor",
+    "core.quantized.code_tensor": "CodeFormat CodeTensor",
     "core.config": "KernelConfig current_config kernel_config",
     "core.errors": "DeviceError FallbackWarning KernelError ShapeError UnsupportedError VishwamaiError",
     "core.explain": "explain",
-    "core.packed_qtensor": "PackedQTensor",
+    "core.quantized.packed_qtensor": "PackedQTensor",
     "core.precision": "PrecisionConfig",
     "core.qtensor": "QTensor",
     "ops.activation": "fused_gelu_dropout gelu relu2 silu",

@@ -2,7 +2,7 @@
 
 Nothing overlaps in these sums, except experts' rows that travel in pieces: they rank meshes. Narayanan et al.,
 "Efficient Large-Scale Language Model Training on GPU Clusters" (2021) count tensor parallelism alike;
-`ops.attention.ring_hops` is the ring, `ops.moe.layer` the exchange of tokens.
+`ops.attention.split.ring_hops` is the ring, `ops.moe.layer` the exchange of tokens.
 """
 
 from __future__ import annotations

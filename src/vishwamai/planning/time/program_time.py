@@ -1,8 +1,8 @@
 """`step_time`: how long a program takes on each device of a TPU slice, from the compiled program.
 
 Kernels take the time of their schedules (`vishwamai.aot.schedule`), the compiler's own fusions the cycles that it
-estimates, collectives that of the links; `planning.timeline` puts them together. docs/planning.md compares the sum with
-published steps.
+estimates, collectives that of the links; `planning.time.timeline` puts them together. docs/planning.md compares the sum
+with published steps.
 """
 
 from __future__ import annotations
