@@ -14,7 +14,7 @@ import models_peer
 from models_families import TINY
 from vishwamai import ShapeError
 from vishwamai.models import Decoder, ModelConfig
-from vishwamai.planning.analytic import training_memory
+from vishwamai.planning.memory.analytic import training_memory
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import from_dict
 from vishwamai.training.run import train
