@@ -154,14 +154,19 @@ def scaled(
     return {name: weight, f"{name}_{suffix}": scales, **others}, plain
 
 
-def packed_groups(name: str, shape: tuple[int, ...], size: int | None) -> tuple[Tensors, np.ndarray]:
-    """4 bits, plus 8, in groups of `size`, of which the last may be smaller; rows filled up to whole words."""
+def packed_groups(name: str, shape: tuple[int, ...], size: int | None, bits: int = 4) -> tuple[Tensors, np.ndarray]:
+    """4 or 8 bits, plus 8 or 128, in groups of `size`, of which the last may be smaller; rows filled up to whole
+    words.
+    """
     stem, (out, columns) = name.removesuffix(".weight"), shape
     size = size or columns
-    values, scales = RNG.integers(-8, 8, shape), _scales((out, -(-columns // size))).astype(ml_dtypes.bfloat16)
-    filled = np.pad(values + 8, ((0, 0), (0, -columns % 8)))
+    offset, each = 2 ** (bits - 1), 32 // bits
+    values = RNG.integers(-offset, offset, shape)
+    scales = _scales((out, -(-columns // size))).astype(ml_dtypes.bfloat16)
+    filled = np.pad(values + offset, ((0, 0), (0, -columns % each)))
+    words = packed(filled, list(range(8))) if bits == 4 else filled.astype(np.uint8).view("<i4")
     return {
-        f"{stem}.weight_packed": packed(filled, list(range(8))),
+        f"{stem}.weight_packed": words,
         f"{stem}.weight_scale": scales,
         f"{stem}.weight_shape": np.array(shape, np.int64),
     }, (values * scales.astype(np.float32).repeat(size, 1)[:, :columns]).astype(np.float32)
@@ -230,6 +235,12 @@ FURTHER: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         functools.partial(packed_groups, size=None),
         {**LLAMA, "intermediate_size": 36},
         {**_PACKED, **_weights(strategy="channel", group_size=None)},
+        "",
+    ),
+    "packed-8-bits": (
+        functools.partial(packed_groups, size=32, bits=8),
+        LLAMA,
+        {**_PACKED, **_weights(strategy="group", group_size=32, num_bits=8)},
         "",
     ),
     "gptq-experts": (functools.partial(gptq, zero=8), MOE, {**_GPTQ, "sym": True, "group_size": 32}, ""),

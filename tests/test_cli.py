@@ -118,6 +118,7 @@ LONG_COMMANDS = {
     "generate": "none --prompt x",
     "serve": "none",
     "evaluate": "none --text none",
+    "quantize": "none --format int4 -o none",
     "bench": "--quick",
     "check": "vishwamai:rms_norm",
     "inspect": "vishwamai:rms_norm",

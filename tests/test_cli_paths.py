@@ -23,7 +23,7 @@ READ = {
         ("serve", "ssl_certfile"),
         ("serve", "ssl_keyfile"),
     ),
-    *(("evaluate", "directory"), ("evaluate", "text")),
+    *(("evaluate", "directory"), ("evaluate", "text"), ("quantize", "directory"), ("quantize", "calibrate")),
     *(("calibrate", "use"), ("calibrate", "show")),
 }
 """Paths that are read."""
@@ -31,6 +31,7 @@ READ = {
 NEEDED = {"inspect": ["no.module:f"], "plan": ["none.yaml"], "train": ["none.yaml"]}
 NEEDED["generate"] = ["none", "--prompt", "a"]
 NEEDED["evaluate"] = ["none", "--text", "none"]
+NEEDED["quantize"] = ["none", "--format", "int4"]
 """What a command wants next to the path, so that nothing else is wrong with the command line."""
 
 
@@ -43,7 +44,7 @@ WRITTEN.append(("tune", "--directory", output.Directory))  # which --check reads
 def test_every_path_is_one_to_read_or_is_tried():
     paths = {(name, action.dest) for name, action in PATHS}
     assert paths - READ == {(name, option.removeprefix("--")) for name, option, _ in WRITTEN} and paths >= READ
-    commands = {"bench", "calibrate", "evaluate", "generate", "inspect", "plan", "train", "tune"}
+    commands = {"bench", "calibrate", "evaluate", "generate", "inspect", "plan", "quantize", "train", "tune"}
     assert {name for name, _, _ in WRITTEN} == commands
 
 

@@ -101,6 +101,7 @@ TABLES = {
     "completion": None,  # a script
     "generate": None,  # an answer of a model, and no table
     "serve": None,
+    "quantize": None,
     "evaluate": None,  # a few lines on a model
 }
 NEED_LIBTPU = {"check", "inspect", "plan"}

@@ -60,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     model.require_packages()
-    texts = [_text(path) for path in arguments.text]
+    texts = [read_text(path, "--text") for path in arguments.text]
     arguments.directory, name = model.fetch(arguments.directory)
     from vishwamai.models import read_config, read_tokenizer
     from vishwamai.models.gguf import model_directory
@@ -118,15 +118,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path, option: str) -> str:
+    """The text of a file in UTF-8, or of standard input for "-"; `option` gave the path."""
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
-        raise CommandError(f"--text {path}: {error.strerror}; pass a text file, or - for standard input.") from error
+        raise CommandError(f"{option} {path}: {error.strerror}; pass a text file, or - for standard input.") from error
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CommandError(f"--text {path}: the file is not UTF-8 ({error}); pass a text file.") from error
+        raise CommandError(f"{option} {path}: the file is not UTF-8 ({error}); pass a text file.") from error
 
 
 def _tokens(tokenizer: Tokenizer, text: str, path: Path, most: int | None) -> list[int]:

@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": "serve",
     "serve": "serve",
     "evaluate": "serve",
+    "quantize": "serve",
     "train": "train",
     "plan": "aot",
     "check": "aot",

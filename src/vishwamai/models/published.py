@@ -244,16 +244,17 @@ def _eight_bits(parts: tuple[Stored, ...], block: Any, source: str, key: str) ->
 _COMPRESSED = "int-quantized and float-quantized"
 
 
-def _weights(settings: Mapping[str, Any], source: str, bits: int | None = None) -> Mapping[str, Any]:
+def _weights(settings: Mapping[str, Any], source: str, bits: tuple[int, ...] = ()) -> Mapping[str, Any]:
     """How weights are rounded: symmetric ones, alike in all groups of modules."""
     rounding: dict[str, Any] = {}
     for name, group in (settings.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
         if not weights.get("symmetric", True):
             raise _unsupported(source, f"config_groups.{name}.weights.symmetric", False, "symmetric weights")
-        if bits is not None and weights.get("num_bits", bits) != bits:
-            raise _unsupported(source, f"config_groups.{name}.weights.num_bits", weights["num_bits"], str(bits))
-        for key in ("strategy", "group_size", "block_structure"):
+        if bits and weights.get("num_bits", bits[0]) not in bits:
+            expected = " and ".join(map(str, bits))
+            raise _unsupported(source, f"config_groups.{name}.weights.num_bits", weights["num_bits"], expected)
+        for key in ("strategy", "group_size", "block_structure", "num_bits"):
             if key in rounding and rounding[key] != weights.get(key):
                 raise _unsupported(source, f"config_groups.{name}.weights.{key}", weights.get(key), "equal groups")
             rounding[key] = weights.get(key)
@@ -263,29 +264,34 @@ def _weights(settings: Mapping[str, Any], source: str, bits: int | None = None) 
 def _compressed_packed(
     parts: tuple[Stored | None, ...], order: Stored | None, settings: Mapping[str, Any], source: str
 ) -> Decoded:
-    """compressed-tensors, "pack-quantized": 4 bits, stored plus 8, with a scale for each row or for groups of a row.
-    Rows are filled up to whole words.
+    """compressed-tensors, "pack-quantized": 4 or 8 bits, stored plus 8 or 128, with a scale for each row or for groups
+    of a row. Rows are filled up to whole words.
     """
     weight, scales, sizes = parts
     assert weight is not None and scales is not None
-    size = _weights(settings, source, 4).get("group_size")
-    out, columns = weight.shape[0], 8 * weight.shape[1]
+    rounding = _weights(settings, source, (4, 8))
+    size, bits = rounding.get("group_size"), rounding.get("num_bits") or 4
+    per_word = 32 // bits
+    out, columns = weight.shape[0], per_word * weight.shape[1]
     if sizes is not None:
         widths = [int(n) for n in np.asarray(sizes.read()).reshape(-1)]
-        if len(widths) != 2 or widths[0] != out or not columns - 8 < widths[1] <= columns:
+        if len(widths) != 2 or widths[0] != out or not columns - per_word < widths[1] <= columns:
             raise ShapeError(
-                f"{sizes.path}: a tensor `weight_shape` holds {widths}; expected {out} rows and {columns - 7} to "
-                f"{columns} columns for words of shape {list(weight.shape)}."
+                f"{sizes.path}: a tensor `weight_shape` holds {widths}; expected {out} rows and "
+                f"{columns - per_word + 1} to {columns} columns for words of shape {list(weight.shape)}."
             )
         columns = widths[1]
     groups = scales.shape[-1]
     _fits(weight, scales, (out, groups))
-    values = Computed(
-        weight.path,
-        (out, columns),
-        lambda: _nibbles(np.asarray(weight.read()), _PLAIN_ORDER).reshape(out, -1)[:, :columns] - np.int8(8),
-    )
-    storage = _grouped("int4", columns, groups, size, weight.path)
+
+    def decode() -> np.ndarray:
+        words = np.asarray(weight.read())
+        if bits == 8:  # bytes in the order of memory
+            return (np.ascontiguousarray(words).view(np.uint8)[:, :columns] ^ 128).view(np.int8)
+        return _nibbles(words, _PLAIN_ORDER).reshape(out, -1)[:, :columns] - np.int8(8)
+
+    values = Computed(weight.path, (out, columns), decode)
+    storage = _grouped(f"int{bits}", columns, groups, size, weight.path)
     return Decoded(values, _float32(scales), storage, groups=order)
 
 
