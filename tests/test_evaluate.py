@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from flax import nnx
 
 import world
+from models_families import TINY
 from vishwamai.cli import main
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference import plan_load
 from vishwamai.inference.evaluation import Passes, evaluate, windows
+from vishwamai.models import Decoder, ModelConfig
 
 TEXT = Path(types.__file__).read_text(encoding="utf-8")[:700]
 
@@ -203,3 +206,14 @@ def test_real_weights_predict_real_text_as_transformers_says(quantize, kv_dtype,
     result = answer(capsys, *words)
     assert math.isclose(result["against"]["perplexity"], math.exp(losses.mean()), rel_tol=1e-4)
     assert result["perplexity"] < (1 + 3 * most) * result["against"]["perplexity"] and result["against"]["kl"] < 0.02
+
+
+def test_layers_with_a_state_begin_anew_in_every_window():
+    """Of a model with short convolutions: two texts one after the other, by steps and by whole sequences."""
+    config = ModelConfig.from_dict(TINY["lfm2"].config().to_dict())
+    model = Decoder(config, rngs=nnx.Rngs(0), stacked=False)
+    texts = np.random.default_rng(0).integers(3, 100, (2, 21)).tolist()
+    result = evaluate(Passes(model, 21, page_size=4, step_tokens=8), texts, context=21, stride=20)
+    logprobs = jax.nn.log_softmax(model.logits(model(jnp.asarray(texts)))[:, :-1])
+    losses = -jnp.take_along_axis(logprobs, jnp.asarray(texts)[:, 1:, None], 2)
+    assert result.tokens == 40 and math.isclose(result.loss, float(losses.mean()), rel_tol=1e-5)

@@ -111,11 +111,13 @@ class Passes:
         table = np.arange(pages, dtype=np.int32)[None]
         sample = calibration_tokens(model.config.vocab_size, min(256, model.config.max_positions), tokenizer)
         with self.kernels():
-            self._pools: Any = make_pools(model, page_size, pages, stored, sample)
+            self._pools: Any = make_pools(model, page_size, pages, stored, sample, num_states=1)
 
         def step(pools: Any, model: Decoder, tokens: Any, start: Any, count: Any, length: Any) -> tuple[Any, Any]:
             cu_q_lens = jnp.stack([jnp.zeros_like(count), count])
-            batch = PagedBatch((start + count)[None], jnp.asarray(table), cu_q_lens, self.step_tokens, length[None])
+            kv_lens, states = (start + count)[None], jnp.zeros((2, 1), jnp.int32)
+            sizes = {"max_q_len": self.step_tokens, "lengths": length[None], "states": states}
+            batch = PagedBatch(kv_lens, jnp.asarray(table), cu_q_lens, **sizes)
             with self.kernels():
                 return model.step(tokens, pools, batch)
 
