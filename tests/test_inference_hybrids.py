@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import models_peer
 from models_families import TINY
+from serving import serving
 from vishwamai import DeviceError, UnsupportedError
+from vishwamai.cli import main
 from vishwamai.inference import Engine, Limits, Sampling, plan_load
 from vishwamai.inference.memory import state_bytes
+from vishwamai.inference.server.service import Settings
 from vishwamai.models import Decoder, from_pretrained
+from vishwamai.planning.memory.analytic import serving_memory
+from vishwamai.planning.serving import Serving, kv_bytes_per_token
 
 LIMITS = Limits(max_sequences=3, max_tokens=24, max_length=160, page_size=4)
 TOKENS = np.random.default_rng(5).integers(3, 131, (6, 60)).tolist()
@@ -133,3 +141,59 @@ def test_guesses_and_too_little_memory_are_declined(checkpoint: tuple[Path, Any]
         plan_load(checkpoint[0], drafts=2)
     with pytest.raises(DeviceError, match=r"states .* \(32 sequences or prefixes\).* That does not fit"):
         plan_load(checkpoint[0], dtype="float32", memory=300_000)
+
+
+def test_the_plan_counts_states_as_the_engine_holds_them(checkpoint: tuple[Path, Any], engine: Engine) -> None:
+    plan = Serving(engine.model.config, batch_size=3, length=80, dtype="float32", kv_dtype="float32", page_size=4)
+    parts = serving_memory(plan, "v5e").parts
+    states = [leaf for pool in engine.programs.pages if isinstance(pool, dict) for leaf in pool.values()]
+    pages = [pool for pool in engine.programs.pages if not isinstance(pool, dict)]
+    assert parts["states"].value == 3 * sum(leaf.nbytes for leaf in states) / 16  # the engine's slots
+    assert parts["kv"].value == 3 * 20 * sum(pool.nbytes / pool.shape[0] for pool in pages)
+    assert kv_bytes_per_token(plan) == sum(pool.nbytes / pool.shape[0] / 4 for pool in pages)
+    longer = serving_memory(dataclasses.replace(plan, length=120), "v5e").parts
+    assert longer["states"].value == parts["states"].value and longer["kv"].value > parts["kv"].value
+
+
+@pytest.mark.turns(2)
+def test_generate_prints_the_tokens_of_transformers(
+    checkpoint: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, peer = checkpoint
+    prompt = TOKENS[0][:29]
+    small = ["--max-length", "80", "--step-tokens", "16", "--dtype", "float32", "--max-sequences", "2"]
+    arguments = ["generate", str(path), "--token-ids", ",".join(map(str, prompt)), *small, "--temperature", "0"]
+    assert main([*arguments, "--max-new-tokens", "20", "--ignore-eos", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1])["token_ids"] == models_peer.peer_greedy(peer, prompt, 20)
+    assert "sequences or prefixes), a step" in printed.err
+
+
+def test_a_server_goes_on_from_a_turn_and_counts_states(checkpoint: tuple[Path, Any], engine: Engine) -> None:
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    prompt, peer = [9, *TOKENS[5][:30]], checkpoint[1]
+    with serving(engine, Settings("tiny")) as address:
+        first = httpx.post(f"{address}/v1/completions", json={"model": "tiny", "prompt": prompt, **options}).json()
+        turn = [*prompt, *first["choices"][0]["token_ids"], 5, 6, 7]
+        second = httpx.post(f"{address}/v1/completions", json={"model": "tiny", "prompt": turn, **options}).json()
+        metrics = httpx.get(f"{address}/metrics").text
+    assert first["choices"][0]["token_ids"] == models_peer.peer_greedy(peer, prompt, 8)
+    assert second["choices"][0]["token_ids"] == models_peer.peer_greedy(peer, turn, 8)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == (len(prompt) + 8 - 1) // 4 * 4
+    lines = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    assert float(lines["vishwamai_states"]) == 16 and float(lines["vishwamai_states_held"]) == 0
+    assert float(lines["vishwamai_states_reused_total"]) > 0 < float(lines["vishwamai_prefix_cached_share"]) < 1
+
+
+@pytest.mark.long
+def test_a_mesh_has_the_states_on_each_device(checkpoint: tuple[Path, Any]) -> None:
+    """A device of the axis "tensor" has all of a layer with a state, and its part of attention."""
+    load = plan_load(
+        checkpoint[0], dtype="float32", max_sequences=2, max_tokens=16, max_length=80, page_size=4, mesh="tensor=2"
+    )
+    engine = load.engine(compile="lazy")
+    states = [leaf for pool in engine.programs.pages if isinstance(pool, dict) for leaf in pool.values()]
+    shards = [shard.data.nbytes for leaf in states for shard in leaf.addressable_shards]
+    assert load.states == sum(shards) == 2 * sum(leaf.nbytes for leaf in states)
+    (answer,) = engine.generate([PROMPTS[2]], greedy(24))
+    assert list(answer.token_ids) == models_peer.peer_greedy(checkpoint[1], PROMPTS[2], 24)

@@ -143,7 +143,8 @@ class Scheduler:
         self.states = StatePool(num_states, pool) if num_states else None
         self.waiting: list[Stream] = []  # by rank
         self.running: list[Stream] = []
-        self._free_slots = list(reversed(range(limits.max_sequences)))
+        # A sequence that runs holds states too, so there are no more of them than slots of states.
+        self._free_slots = list(reversed(range(min(limits.max_sequences, num_states or limits.max_sequences))))
         self._arrivals = 0
 
     @property
@@ -269,7 +270,8 @@ class Scheduler:
                 break
             self.waiting.remove(stream)
             if self.states is not None:
-                stream.marks, stream.state = self._marks(stream, len(digests)), self.states.share(digests)
+                stream.marks = self.states.marks(stream.digests, len(stream.tokens), len(digests), self.limits)
+                stream.state = self.states.share(digests)
             stream.pages, stream.spans = self.pool.share(digests), self.windows.share(digests)
             stream.computed = len(stream.pages) * self.limits.page_size
             stream.published = len(stream.pages)
@@ -303,21 +305,6 @@ class Scheduler:
             count -= 1
         return digests[:count]
 
-    def _marks(self, stream: Stream, cached: int) -> tuple[int, ...]:
-        """Lengths of a prompt after which its states are to be kept: its last full page, for the next turn of the
-        conversation; the page up to which an earlier prompt is the same, for the next one that begins so; and every so
-        many pages.
-
-        Args:
-          cached: pages of the prompt that are computed.
-        """
-        if not self.pool.shared:
-            return ()
-        last = (len(stream.tokens) - 1) // self.limits.page_size
-        common = len(self.pool.cached(stream.digests[:last]))
-        counts = {last, common, *range(self.limits.state_pages, last, self.limits.state_pages)}
-        return tuple(self.limits.page_size * count for count in sorted(counts) if count > cached)
-
     def _chunk(self, stream: Stream, most: int) -> int:
         """How many tokens a stream computes in the next step, at most so many: a chunk ends where its states are to be
         kept.
@@ -337,16 +324,12 @@ class Scheduler:
             cached = self.pool.cached(digests)
             # Idle pages of the prefix are available until they are shared, and then count as held.
             missing = self.limits.pages_of(len(stream.tokens)) - sum(self.pool.holders(page) > 0 for page in cached)
-            if self._has_place() and missing <= self.pool.available:
+            if self._free_slots and missing <= self.pool.available:
                 return digests
             last = max(self.running, key=lambda s: s.rank, default=None)
             if last is None or last.rank <= stream.rank:
                 return None
             self._preempt(last, counts, preempted)
-
-    def _has_place(self) -> bool:
-        """Whether a slot of the history is free and, in models with states, slots of those."""
-        return bool(self._free_slots) and (self.states is None or len(self.running) < self.states.num_states)
 
     def _guesses(
         self, counts: dict[Stream, int], drafts: Callable[[Stream, int], Sequence[int]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vishwamai.inference.limits import Limits
 from vishwamai.inference.pages import PagePool
 
 
@@ -57,6 +58,23 @@ class StatePool:
     def usable(self, digests: Sequence[bytes], most: int) -> int:
         """How many leading pages of a prefix, at most `most`, end with a kept state."""
         return next((count for count in range(most, 0, -1) if self._slots.knows(digests[count - 1])), 0)
+
+    def marks(self, digests: Sequence[bytes], length: int, cached: int, limits: Limits) -> tuple[int, ...]:
+        """Lengths of a prompt, in rising order, after which its states are to be kept: its last full page, for the next
+        turn of the conversation; the page up to which an earlier prompt is the same, for the next one that begins so;
+        and every `limits.state_pages` pages.
+
+        Args:
+          digests: digests of the full pages of the prompt.
+          length: tokens of the prompt.
+          cached: pages of the prompt that are computed.
+        """
+        if not self._pages.shared:
+            return ()
+        last = (length - 1) // limits.page_size
+        common = len(self._pages.cached(digests[:last]))
+        counts = {last, common, *range(limits.state_pages, last, limits.state_pages)}
+        return tuple(limits.page_size * count for count in sorted(counts) if count > cached)
 
     def share(self, digests: Sequence[bytes]) -> int | None:
         """The slot of the kept state after those pages, which has one holder more; None for no pages."""
