@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from models_peer import Peer
+from vishwamai.models.families import FAMILIES, Family
 
 DEEPSEEK = {
     "num_key_value_heads": 4,
@@ -53,6 +54,12 @@ SMALL_MIXTURE = {
 }
 
 MAMBA = {"mamba_d_conv": 3, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_n_heads": 8, "num_hidden_layers": 3}
+
+
+def family(name: str) -> Family:
+    """The family of an entry of `TINY`; some have several, "NAME, VARIANT"."""
+    return FAMILIES[name.split(",")[0]]
+
 
 TINY: dict[str, Peer] = {
     "llama": Peer("Llama"),
@@ -202,6 +209,101 @@ TINY: dict[str, Peer] = {
         },
     ),
     "gpt_neox": Peer("GPTNeoX"),
+    "gemma4_text, experts": Peer(
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "llama4_text": Peer(
+        "Llama4Text",
+        {
+            "head_dim": 24,
+            "intermediate_size_mlp": 72,
+            "num_hidden_layers": 4,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 4,
+            "attention_chunk_size": 16,
+            "floor_scale": 12,
+            "attn_scale": 0.3,
+            "no_rope_layer_interval": 3,
+        },
+    ),
+    "mimo_v2_flash": Peer(
+        "MiMoV2Flash",
+        {
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "mistral4": Peer(
+        "Mistral4",
+        {
+            **DEEPSEEK,
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "afmoe": Peer(
+        "Afmoe",
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "route_scale": 1.5,
+            "sliding_window": 9,
+            "mup_enabled": True,
+        },
+    ),
+    "minicpm3": Peer(
+        "MiniCPM3",
+        {
+            **{key: v for key, v in DEEPSEEK.items() if "dim" in key or "rank" in key or key == "num_key_value_heads"},
+            "dim_model_base": 24,
+            "scale_emb": 3.0,
+        },
+    ),
+    "phi": Peer("Phi"),
+    "falcon": Peer("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon, one head of keys": Peer("Falcon"),
+    "falcon, in turn": Peer("Falcon", {"multi_query": False, "parallel_attn": False, "ffn_hidden_size": 80}),
+    "gpt2": Peer("GPT2", {"n_inner": 96}),
+    "gpt_bigcode": Peer("GPTBigCode"),
+    "gpt_bigcode, all heads": Peer("GPTBigCode", {"multi_query": False}),
+    "gptj": Peer("GPTJ", {"rotary_dim": 8}),
+    "opt": Peer("OPT", {"ffn_dim": 96}),
+    "bloom": Peer("Bloom", {"num_attention_heads": 6, "hidden_size": 72}),
     "ernie4_5_moe": Peer(
         "Ernie4_5_Moe",
         {

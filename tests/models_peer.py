@@ -53,9 +53,11 @@ class Peer:
         import transformers
 
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", experts_implementation="eager"
-        ).eval()
+        options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
+        else:  # a class that the mapping lacks
+            model = _causal_class(config)._from_config(config, **options).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1 or "bias" in name or "sinks" in name:
@@ -123,4 +125,13 @@ def load(directory: Path) -> Any:
     """The model of transformers in a directory."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    config = transformers.AutoConfig.from_pretrained(directory)
+    known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = transformers.AutoModelForCausalLM if known else _causal_class(config)
+    return kind.from_pretrained(directory, attn_implementation="eager").eval()
+
+
+def _causal_class(config: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))

@@ -19,11 +19,10 @@ import pytest
 
 import models_peer
 import rotation
-from models_families import TINY
+from models_families import TINY, family
 from models_peer import Peer
 from vishwamai import ShapeError, UnsupportedError
 from vishwamai.models import ModelConfig, from_pretrained
-from vishwamai.models.families import FAMILIES
 
 ABSENT: Any = object()
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -67,7 +66,7 @@ VALUES: dict[str, list[Any]] = {
 """Values of keys that their type does not give; a list of layer types is repeated to the number of layers."""
 UNREAD = ("transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "id2label", "label2id")
 UNREAD += ("problem_type", "is_encoder_decoder", "vocab_size", "return_dict", "_name_or_path", "output_attentions")
-UNREAD += ("chunk_size_feed_forward", "output_hidden_states", "num_hidden_layers", "per_layer_config")
+UNREAD += ("chunk_size_feed_forward", "output_hidden_states", "num_hidden_layers", "n_layer", "per_layer_config")
 
 
 def other_values(key: str, value: Any) -> list[Any]:
@@ -158,7 +157,7 @@ def test_a_changed_key_is_read_as_transformers_reads_it(name: str) -> None:
     for key, value, values in variants(name):
         config, peer = ours(values), theirs(values)
         if isinstance(config, str):
-            if not is_named(FAMILIES[name].aliases.get(key, key), value, config):
+            if not is_named(family(name).aliases.get(key, key), value, config):
                 wrong.append(f"{label(key, value)}: {config}")
             continue
         if peer is None:

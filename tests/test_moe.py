@@ -412,11 +412,42 @@ def test_layer_is_the_sum_over_experts():
     assert int(layer(tokens, *weights, top_k=3, capacity_factor=0.5).dropped) > 0
 
 
+def weighted_one_token_at_a_time(tokens, router, gate, up, down, routing):
+    """The weights multiply what the experts read."""
+    out = np.zeros(tokens.shape)
+    for t, x in enumerate(tokens.astype(np.float64)):
+        for weight, e in zip(routing.weights[t], routing.experts[t], strict=True):
+            scaled = float(weight) * x
+            pre = scaled @ gate[e]
+            out[t] += (pre / (1 + np.exp(-pre)) * (scaled @ up[e])) @ down[e]
+    return out
+
+
+def test_a_layer_weights_inputs_and_reads_tokens_of_the_router():
+    torch = pytest.importorskip("torch")
+    import vishwamai.torch as vt
+
+    tokens, weights, scored = draw(24, 6), parameters(), draw(24, 6, seed=9)
+    factors = np.abs(draw(8, seed=5)) + 0.5
+    options = {"top_k": 3, "scoring": "sigmoid", "normalize": False}
+    routing = jax.device_get(moe_routing(scored, weights[0], expert_scale=factors, **options))
+    plain = jax.device_get(moe_routing(scored, weights[0], **options))
+    np.testing.assert_allclose(routing.weights, plain.weights * factors[plain.experts], rtol=1e-6)
+    result = moe_layer(tokens, *weights, router_tokens=scored, weight_inputs=True, expert_scale=factors, **options)
+    np.testing.assert_allclose(result.out, weighted_one_token_at_a_time(tokens, *weights, routing), atol=1e-4)
+    of_torch = {"router_tokens": torch.tensor(scored), "expert_scale": torch.tensor(factors), "weight_inputs": True}
+    arrays = (torch.tensor(x) for x in (tokens, *weights))
+    np.testing.assert_allclose(vt.moe_layer(*arrays, **of_torch, **options).out, result.out, atol=1e-5)
+    with pytest.raises(ShapeError, match=r"`router_tokens` has shape \(3, 6\)"):
+        moe_layer(tokens, *weights, router_tokens=scored[:3])
+
+
 EXCHANGES = {
     "one axis": ((8,), ("x",), "x", {}),
     "two axes": ((2, 4), ("slice", "x"), ("slice", "x"), {}),
     "ragged": ((8,), ("x",), "x", {"exchange": "ragged"}),
     "pieces": ((4,), ("x",), "x", {"overlap": True}),
+    "weighted inputs": ((8,), ("x",), "x", {"weight_inputs": True}),
     "capacity": ((8,), ("x",), "x", {"capacity_factor": 8.0}),
     "two axes, capacity": ((4, 2), ("slice", "x"), ("slice", "x"), {"capacity_factor": 8.0}),
     "capacity, pieces": ((4,), ("x",), "x", {"capacity_factor": 8.0, "overlap": True}),

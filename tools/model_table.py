@@ -20,6 +20,7 @@ from vishwamai.models.families import FAMILIES, Family
 from vishwamai.models.layers.feed_forward import Ungated
 from vishwamai.models.layers.gated_delta import GatedDelta
 from vishwamai.models.layers.mamba2 import Mamba2
+from vishwamai.models.layers.mixture import GatedAndMixture
 from vishwamai.models.layers.short_conv import ShortConv
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +33,9 @@ FAMILIES_AT = "<!-- families: tools/model_table.py -->", "<!-- end of families -
 def layers(family: Family) -> list[str]:
     """What a family's layers have beyond those of Llama, by its entry."""
     fields, reads = {*family.keys.values(), *family.fields}, family.reads()
+    rotates = not fields & {"learned_positions", "alibi"}
+    choices = (meanings.values() for field, meanings in family.choices.values() if field == "norms")
+    parallel = {"parallel", "shared"} & {family.fields.get("norms"), *(value for values in choices for value in values)}
     norms = {"post": "norms after blocks", "both": "norms before and after blocks"}
     words = {
         "latent attention": "latent.kv_rank" in fields,
@@ -39,26 +43,35 @@ def layers(family: Family) -> list[str]:
         "state spaces": Mamba2 in family.mixers.values(),
         "gated delta nets": any(issubclass(mixer, GatedDelta) for mixer in family.mixers.values()),
         "a gate of attention's output": "output_gate" in fields,
+        "a gate of attention's output of its own": "attention_gate" in fields,
         "windows": "sliding_window" in reads,
+        "attention within blocks": "attention_chunk_size" in reads,
         "a window or none by layer": {"sliding_window", "layer_types"} <= reads,
-        "layers without rotation": "no_rope_layers" in reads or not family.global_rope,
+        "learned positions": "learned_positions" in fields,
+        "ALiBi": "alibi" in fields,
+        "layers without rotation": "no_rope_layers" in reads or (not family.global_rope and rotates),
         "rotation by kind of layer": family.local_theta is not None,
         "sizes of heads by kind of layer": any(field.startswith("full_attention.") for field in fields),
         "partial rotation": family.partial is not None,
         "neighbouring features rotate": family.fields.get("rope_interleaved", False),
-        "queries scaled by position": "llama_4_scaling_beta" in reads,
+        "queries scaled by position": bool(reads & {"attn_temperature_tuning", "llama_4_scaling_beta"}),
+        "values of another width": "value_dim" in fields,
         "norms of queries and keys": "qk_norm" in fields or any(f == "qk_norm" for f, _ in family.choices.values()),
         norms.get(family.fields.get("norms", ""), ""): family.fields.get("norms") in norms,
         "layer norms": "layer_norm" in fields,
-        "attention and feed-forward network in parallel": family.fields.get("norms") in ("parallel", "shared"),
+        "attention and feed-forward network in parallel": bool(parallel),
+        "a norm of embeddings": "embedding_norm" in fields,
         "no gate": isinstance(family.feed_forward, Ungated),
         "soft-caps": "final_logit_softcap" in fields,
-        "sinks": "sinks" in fields,
+        "sinks": bool(fields & {"sinks", "sliding_attention.sinks"}),
+        "a bias of the head": "head_bias" in fields,
         "multipliers": "residual_multiplier" in fields,
         "experts": "experts.count" in fields,
         "groups of experts": "experts.num_groups" in fields,
         "shared experts": bool(fields & {"experts.shared", "experts.shared_size"}),
-        "sigmoid routing": family.fields.get("experts.method") == "noaux_tc",
+        "sigmoid routing": family.fields.get("experts.method") in ("noaux_tc", "sigmoid"),
+        "experts next to a dense network": isinstance(family.mixture, GatedAndMixture),
+        "weights on the experts' input": "experts.weight_inputs" in fields,
     }
     return [word for word, flag in words.items() if flag]
 
@@ -97,10 +110,12 @@ def replaced(text: str, places: tuple[str, str], table: str) -> str:
     return f"{first}{places[0]}\n\n{table}\n\n{places[1]}{rest.split(places[1])[1]}"
 
 
-def main() -> None:
-    world = Path(sys.argv[1]) if len(sys.argv) > 1 else WORLD
+def main(arguments: list[str]) -> None:
+    world = Path(arguments[0]) if arguments else WORLD
+    if not any((world / "configs").glob("*/config.json")):
+        sys.exit(f"{world}: no configs/*/config.json is there; pass the folder of published configurations.")
     PAGE.write_text(replaced(replaced(PAGE.read_text(), FAMILIES_AT, families()), FILES, table(world)))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

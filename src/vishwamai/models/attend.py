@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 import vishwamai
@@ -63,6 +65,8 @@ def attend_sequences(
         "softcap": config.attention_softcap,
         "scale": config.attention_scale,
     }
+    if config.alibi:
+        options["alibi_slopes"] = _slopes(config, query.shape[2], axes)
     if axes.sequence is None:
         return vishwamai.flash_attention(query, key, value, layout="bshd", sinks=sinks, **options)
     by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
@@ -85,6 +89,7 @@ def attend_pages(
     pages: Any,
     first_page: Any,
     latent_dim: int | None = None,
+    chunk: int | None = None,
 ) -> tuple[Float[Array, "1 tokens heads value_dim"], Any]:
     """Attention of new tokens over pages, which get their keys and values first.
 
@@ -95,6 +100,7 @@ def attend_pages(
       pages: the pool of the layer's group, an array or `QuantizedPages`.
       first_page: int32 scalar, index of the layer's first page in the pool.
       latent_dim: features of a latent row that are the value.
+      chunk: tokens of a block, where tokens see those of their own block only.
 
     Returns:
       The mixed values, and the pool.
@@ -112,16 +118,59 @@ def attend_pages(
         pool = vishwamai.update_pages(pool, key[0, :, 0], None, *tables, **scales)
     else:
         pool = vishwamai.update_pages(pool, key[0], value[0], *tables, **scales)
+    if chunk is not None:
+        tables = _blocks_of_pages(chunk, pool.shape[1], query.shape[1], batch, tables[1])
     out = vishwamai.ragged_paged_attention(
         query[0],
         pool,
         *tables,
         **scales,
         scale=config.attention_scale,
-        window=None if window is None else window - 1,
+        window=None if window is None or chunk is not None else window - 1,
         softcap=config.attention_softcap,
         sinks=sinks,
+        alibi_slopes=_slopes(config, query.shape[2]) if config.alibi else None,
         latent_dim=latent_dim,
-        max_q_len=batch.max_q_len,
+        max_q_len=batch.max_q_len if chunk is None else min(chunk, batch.max_q_len or query.shape[1]),
     )
     return out[None], dataclasses.replace(pages, pool=pool) if isinstance(pages, QuantizedPages) else pool
+
+
+def _blocks_of_pages(
+    chunk: int, page_size: int, tokens: int, batch: PagedBatch, page_table: Any
+) -> tuple[Any, Any, Any]:
+    """Lengths, page tables and first tokens of the blocks of `chunk` positions that a step's new tokens lie in, each
+    block as a sequence of its own. The new tokens of a block are its last ones, as paged attention has them.
+    """
+    if chunk % page_size:
+        raise UnsupportedError(
+            f"Decoder.step: pages have {page_size} tokens; layers that attend within blocks of {chunk} tokens need a "
+            f"page size that divides {chunk}."
+        )
+    count = -(-((batch.max_q_len or tokens) - 1) // chunk) + 1  # blocks that the new tokens of one sequence touch
+    ends, new = batch.kv_lens, batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
+    starts = jnp.maximum(ends - new, 0)
+    block = (starts // chunk)[:, None] + jnp.arange(count, dtype=jnp.int32)  # [sequences, count]
+    lengths = jnp.clip(ends[:, None] - block * chunk, 0, chunk)
+    before = jnp.clip(starts[:, None] - block * chunk, 0, chunk)
+    sizes = jnp.where(new[:, None] > 0, jnp.maximum(lengths - before, 0), 0).reshape(-1)
+    lengths = jnp.where(sizes > 0, lengths.reshape(-1), 0)
+    offsets = batch.cu_q_lens[0] + jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32)])
+    per = chunk // page_size
+    columns = block[..., None] * per + jnp.arange(per, dtype=jnp.int32)
+    columns = jnp.minimum(columns, page_table.shape[1] - 1).reshape(page_table.shape[0], -1)
+    tables = jnp.take_along_axis(page_table, columns, axis=1).reshape(-1, per)
+    return lengths, tables, offsets
+
+
+def _slopes(config: ModelConfig, heads: int, axes: MeshAxes = ONE_DEVICE) -> Any:
+    """ALiBi's slopes of the heads that the device has. Press et al. (2022): powers of one number for a power of two of
+    heads, and every other one of twice as many for the rest.
+    """
+    power = 2 ** math.floor(math.log2(config.num_heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(config.num_heads - power)]
+    table = jnp.asarray(slopes, jnp.float32)
+    if axes.tensor is None:
+        return table
+    return jax.lax.dynamic_slice_in_dim(table, jax.lax.axis_index(axes.tensor) * heads, heads)

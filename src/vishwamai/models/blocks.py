@@ -59,8 +59,9 @@ def final_norm(config: ModelConfig, arrays: Mapping[str, Any], x: Any, residual:
     """
     hidden = norm(config, x, arrays.get("norm"), residual, arrays.get("norm_bias"))
     hidden = hidden if residual is None else hidden[0]
-    if config.logit_divisor != 1.0:
-        hidden = hidden / jnp.asarray(config.logit_divisor, hidden.dtype)
+    divisor = config.logit_divisor * (1.0 if config.logit_base is None else config.hidden_size / config.logit_base)
+    if divisor != 1.0:
+        hidden = hidden / jnp.asarray(divisor, hidden.dtype)
     if config.logit_multiplier != 1.0:
         hidden = hidden * jnp.asarray(config.logit_multiplier, hidden.dtype)
     return hidden

@@ -239,11 +239,15 @@ def _check_constants(config: ModelConfig, index: Index) -> set[str]:
     return set(constants)
 
 
+_BUFFERS = (*("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),)
+"""Ends of the names of constants in older files: frequencies, and masks of the causal order."""
+
+
 def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[str]) -> None:
     """A tensor that nothing reads means that the configuration describes another model."""
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     extra = f"model.layers.{config.num_layers}."  # DeepSeek's layer that predicts a second token
-    left = sorted(n for n in index if n not in used | ignored and not n.endswith("rotary_emb.inv_freq"))
+    left = sorted(n for n in index if n not in used | ignored and not n.endswith(_BUFFERS))
     if config.latent is not None or (config.experts is not None and config.experts.method == "noaux_tc"):
         left = [n for n in left if not n.startswith(extra)]
     left = [n for n in left if not n.startswith(FAMILIES[config.family].unread)]

@@ -58,8 +58,9 @@ class ModelConfig:
       layer_norm: norms subtract the mean (`vishwamai.layer_norm`); False for `vishwamai.rms_norm`.
       norm_scale, norm_bias: norms of the stream have scales; layer norms have biases.
       norm_offset: scales of norms are stored minus one (Gemma).
-      qk_norm: normalize queries and keys: "head" (each head), "rotated" (each head after the rotation), "all" (all
-        heads as one vector), or None.
+      qk_norm: normalize queries and keys: "head" (each head), "heads" (each head, with a scale of its own), "rotated"
+        (each head after the rotation), "turning" (the same without a scale, in layers that rotate), "all" (all heads as
+        one vector), or None.
       attention_bias: the products that make queries, keys and values have biases.
       output_bias: attention's last product has one; None for the same as `attention_bias`.
       mlp_bias: the products of the feed-forward network have biases.
@@ -69,10 +70,20 @@ class ModelConfig:
       embedding_multiplier, residual_multiplier: factors of embeddings, and of each block's output (Granite).
       attention_multiplier: factor of attention's logits; None for that of `query_scalar`.
       logit_divisor, logit_multiplier: the model's logits are divided by the one and multiplied by the other.
+      residual_depth: each block's output is multiplied by it and divided by the root of the number of layers (MiniCPM).
+      logit_base: the model's logits are divided by the share of `hidden_size` in it (MiniCPM).
+      head_bias: the head has a bias.
+      learned_positions: a row of a learned table is added to each embedding by its position (GPT-2).
+      position_offset: rows of that table before the one of position 0 (OPT).
+      embedding_norm: embeddings are normalized (Bloom).
+      alibi: attention's logits fall with the distance, by ALiBi's slopes (Bloom).
       rope_interleaved: rotations turn neighbouring features, not the two halves of a head.
       tie_embeddings: the head is the embedding table.
       initializer_range: standard deviation of random weights.
       layers: the kind of every layer.
+      value_dim: features of a head's value; None for `head_dim`.
+      value_scale: factor of values.
+      attention_gate: attention's output is multiplied by the sigmoid of a product of the layer's input (AFMoE).
       value_norm: values are normalized by head, without a scale (Gemma 4).
       layer_scale: the stream after each layer is multiplied by a number that is not trained (Gemma 4).
       output_gate: attention's output is multiplied by the sigmoid of a gate, which the product of queries makes too.
@@ -120,6 +131,16 @@ class ModelConfig:
     attention_multiplier: float | None = None
     logit_divisor: float = 1.0
     logit_multiplier: float = 1.0
+    residual_depth: float | None = None
+    logit_base: int | None = None
+    head_bias: bool = False
+    learned_positions: bool = False
+    position_offset: int = 0
+    embedding_norm: bool = False
+    alibi: bool = False
+    value_dim: int | None = None
+    value_scale: float = 1.0
+    attention_gate: bool = False
     rope_interleaved: bool = False
     tie_embeddings: bool = False
     initializer_range: float = 0.02
@@ -165,6 +186,13 @@ class ModelConfig:
             scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
         return scale
 
+    @property
+    def block_multiplier(self) -> float:
+        """Factor of each block's output."""
+        if self.residual_depth is None:
+            return self.residual_multiplier
+        return self.residual_multiplier * self.residual_depth / math.sqrt(self.num_layers)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         """The configuration that a `config.json` describes.
@@ -207,9 +235,11 @@ class ModelConfig:
         elif not fields.get("head_dim") and fields.get("num_heads"):
             hidden, heads = fields.get("hidden_size", 0), fields["num_heads"]
             if hidden % heads:
+                names = {field: key for key, field in family.keys.items()}
                 raise ShapeError(
-                    f"{source}: `hidden_size` is {hidden}, which is not a multiple of `num_attention_heads` = {heads}; "
-                    "expected a multiple, or `head_dim`."
+                    f"{source}: `{names['hidden_size']}` is {hidden}, which is not a multiple of "
+                    f"`{names['num_heads']}` = {heads}; expected a multiple"
+                    f"{', or `head_dim`' if 'head_dim' in family.keys else ''}."
                 )
             fields["head_dim"] = hidden // heads
         for name in required:
@@ -234,10 +264,14 @@ class ModelConfig:
             if section is None:
                 continue
             value = getattr(section, inner or outer)
-            values[key] = names[value] if field == "activation" else list(value) if isinstance(value, tuple) else value
+            values[key] = list(value) if isinstance(value, tuple) else value
+            if field == "activation":  # by the family's own name of it, whose rounding may be another
+                name = str(family.defaults.get(key))
+                values[key] = name if _ACTIVATIONS.get(name) == value else names[str(value)]
         for key, (field, meanings) in family.choices.items():
             values[key] = next(value for value, meaning in meanings.items() if meaning == getattr(self, field))
-        return {**values, **write_layers(self.layers, family)}
+        further = {} if family.further is None else family.further(self)
+        return {**values, **write_layers(self.layers, family), **further}
 
     def _section(self, name: str) -> Any:
         """The field of that name, or the first mixer of that layer type; None where the model has no such layer."""

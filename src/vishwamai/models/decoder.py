@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 import vishwamai
-from vishwamai.core.errors import ShapeError
+from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import final_norm, in_dtype
+from vishwamai.models.blocks import final_norm, in_dtype, norm
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.layers.feed_forward import ExpertLoad
 from vishwamai.models.layers.layer import layer
 from vishwamai.models.layers.mixer import Rows, Step
 from vishwamai.models.pages import PagedBatch
-from vishwamai.models.parameters import Parameter, norm_parameters, parameter_axes, top_parameters
+from vishwamai.models.parameters import Parameter, parameter_axes, top_parameters
 from vishwamai.models.periods import Segment, segments, stacks_layers
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Decoder(nnx.Module):
     embed: nnx.Param
     norm: nnx.Param
     head: nnx.Param  # absent where the embedding table is the head
+    head_bias: nnx.Param  # of few families
 
     def __init__(
         self,
@@ -176,6 +177,10 @@ class Decoder(nnx.Module):
         hidden, pools, _ = self._run(tokens[None], step, tuple(pages), jax.jit)
         return hidden[0], pools
 
+    def top_arrays(self) -> dict[str, Any]:
+        """The values of the parameters outside of the layers by name."""
+        return {name: getattr(self, name).get_value() for name in top_parameters(self.config)}
+
     def head_weight(self) -> Float[Array, "vocab hidden"]:
         """The head `[vocab, hidden]`, as `vishwamai.linear_cross_entropy` takes it: the embedding table if tied."""
         return (self.embed if self.config.tie_embeddings else self.head).get_value()
@@ -185,7 +190,8 @@ class Decoder(nnx.Module):
         weight = in_dtype(self.head_weight(), hidden.dtype)
         flat = hidden.reshape(1, -1) if hidden.ndim == 1 else hidden
         transposed = not isinstance(weight, PackedQTensor)  # a packed one is [hidden, vocab]
-        logits = vishwamai.gemm(flat, weight, transpose_b=transposed, out_dtype=jnp.float32)
+        bias = self.head_bias.get_value() if self.config.head_bias else None
+        logits = vishwamai.gemm(flat, weight, bias=bias, transpose_b=transposed, out_dtype=jnp.float32)
         cap = self.config.final_logit_softcap
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
         return logits.reshape(*hidden.shape[:-1], self.config.vocab_size)
@@ -199,7 +205,8 @@ class Decoder(nnx.Module):
         token_mask: Any = None,
     ) -> tuple[Any, Any, tuple[ExpertLoad | None, ...]]:
         axes = tokens.axes if isinstance(tokens, Rows) else ONE_DEVICE
-        x = embedded(self.config, self.embed.get_value(), ids, self.dtype, axes)
+        top = self.top_arrays()
+        x = embedded(self.config, top, ids, self.dtype, axes, tokens.positions)
         carry, states, start = (x, jnp.zeros_like(x)), [], 0
         loads: list[ExpertLoad | None] = []
         periods: dict[Any, Callable[..., Any]] = {}
@@ -211,16 +218,42 @@ class Decoder(nnx.Module):
             states += part or ()
             loads += load
             start = end
-        top = {name: getattr(self, name).get_value() for name in norm_parameters(self.config, "norm")}
         hidden = final_norm(self.config, top, carry[1], residual=carry[0])
         return hidden, tuple(states), tuple(loads)
 
 
-def embedded(config: ModelConfig, table: Any, tokens: Any, dtype: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
-    """The input of the first layer, `[batch, seq, hidden]`, from the embedding table and tokens `[batch, seq]`."""
-    x = _rows(table, tokens, dtype, axes)
+def embedded(
+    config: ModelConfig,
+    arrays: Mapping[str, Any],
+    tokens: Any,
+    dtype: Any,
+    axes: MeshAxes = ONE_DEVICE,
+    positions: Any = None,
+) -> Any:
+    """The input of the first layer, `[batch, seq, hidden]`.
+
+    Args:
+      config: the model.
+      arrays: the parameters outside of the layers by name.
+      tokens: `[batch, seq]`, ids in the vocabulary.
+      dtype: dtype of activations.
+      axes: mesh axes over which the model is split, inside `shard_map`.
+      positions: `[batch, seq]`, for a learned table of positions; None counts every row from 0.
+    """
+    x = _rows(arrays["embed"], tokens, dtype, axes)
     if config.embedding_multiplier != 1.0:
         x = x * jnp.asarray(config.embedding_multiplier, dtype)
+    if config.learned_positions:
+        if axes.features is not None:
+            raise UnsupportedError(
+                f"{config.family}: a learned table of positions is not split by features; set mesh.fsdp=1."
+            )
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        places = jnp.broadcast_to(positions, tokens.shape) + config.position_offset
+        x = x + _rows(arrays["positions"], places, dtype, ONE_DEVICE)
+    if config.embedding_norm:
+        x = norm(config, x, arrays["embed_norm"], bias=arrays.get("embed_norm_bias"))
     return x * jnp.asarray(config.hidden_size**0.5, dtype) if config.scale_embeddings else x
 
 

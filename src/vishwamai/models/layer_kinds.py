@@ -19,6 +19,12 @@ _OLDER = {"attention": "full_attention", "mamba": "linear_attention"}
 """Types of layers by their names in files of transformers 4."""
 
 _KINDS: Mapping[str, tuple[type, float | None]] = {
+    "attention_chunk_size": (int, None),
+    "attn_scale": (float, 0),
+    "attn_temperature_tuning": (bool, None),
+    "enable_moe_block": (bool, None),
+    "floor_scale": (int, None),
+    "interleave_moe_layer_step": (int, None),
     "decoder_sparse_step": (int, None),
     "full_attention_interval": (int, None),
     "layer_types": (list, None),
@@ -179,7 +185,11 @@ def read_layers(
             check_value(key, values[key], kind, source, least)
     ropes = _ropes(family, values, source)
     window = values.get("sliding_window") if "sliding_window" in reads - unused else None
+    windows = {"sliding_attention": window, "chunked_attention": values.get("attention_chunk_size")}
     rotated = _rotated(family, values, count, source)
+    if types is None and "attention_chunk_size" in reads:
+        blocks = windows["chunked_attention"] is not None
+        types = ["chunked_attention" if turns and blocks else "full_attention" for turns in rotated]
     if types is None:
         period = values.get("sliding_window_pattern") if "sliding_window_pattern" in reads else None
         period = period or family.window_period
@@ -203,21 +213,30 @@ def read_layers(
         if kind not in family.mixers:
             names = ", ".join(family.mixers)
             raise UnsupportedError(f"{source}: `{types_key}` has {kind!r}; the decoder has {names}.")
-        if kind == "sliding_attention" and window is None:
+        if kind in windows and windows[kind] is None:
+            size = "sliding_window" if kind == "sliding_attention" else "attention_chunk_size"
             raise UnsupportedError(
-                f"{source}: `layer_types` has 'sliding_attention', but `sliding_window` is null or not in use; give "
-                "the window's size, or make all types 'full_attention'."
+                f"{source}: `layer_types` has {kind!r}, but `{size}` is null or not in use; give the window's size, or "
+                "make all types 'full_attention'."
             )
     kinds = []
     for kind, turns, sparse in zip(types, rotated, _mixtures(family, values, count, dense, source)):
         slides = kind == "sliding_attention"
         rope = ropes.get(kind, ropes["full_attention"])
         if not turns or not (family.global_rope or slides or (family.global_rope is False and window is None)):
-            rope = Rope(rope.theta, partial=0.0)
-        mixer = family.mixers[kind].read(sizes.get(kind, {}), window if slides else None, rope)
+            rope = _unrotated(values, reads, rope.theta)
+        mixer = family.mixers[kind].read(sizes.get(kind, {}), windows.get(kind), rope)
         network = family.mixture if sparse else family.feed_forward
         kinds.append(LayerKind(mixer, family.feed_forwards.get(kind, network)))
     return tuple(kinds)
+
+
+def _unrotated(values: Mapping[str, Any], reads: frozenset[str], theta: float) -> Rope:
+    """The rotation of a layer without one; Llama 4 scales queries there."""
+    if "attn_temperature_tuning" not in reads or not values.get("attn_temperature_tuning"):
+        return Rope(theta, partial=0.0)
+    growth, length = float(values.get("attn_scale") or 0.0), values.get("floor_scale")
+    return Rope(theta, partial=0.0, query_growth=growth, growth_length=length if growth else None)
 
 
 def _rotated(family: Family, values: Mapping[str, Any], count: int, source: str) -> list[bool]:
@@ -227,7 +246,7 @@ def _rotated(family: Family, values: Mapping[str, Any], count: int, source: str)
     if "no_rope_layers" not in family.reads():
         return [True] * count
     flags = values.get("no_rope_layers")
-    if flags is None:
+    if flags is None or flags == []:
         period = values.get("no_rope_layer_interval") or count + 1
         return [(i + 1) % period != 0 for i in range(count)]
     if not isinstance(flags, list) or len(flags) < count or not all(isinstance(flag, int) for flag in flags):
@@ -238,6 +257,12 @@ def _rotated(family: Family, values: Mapping[str, Any], count: int, source: str)
 def _mixtures(family: Family, values: Mapping[str, Any], count: int, dense: int, source: str) -> list[bool]:
     """For every layer whether its feed-forward network is a mixture of experts; the first `dense` ones have none."""
     reads = family.reads()
+    if "enable_moe_block" in reads and not values.get("enable_moe_block"):
+        return [False] * count
+    if "moe_layers" in reads and (numbers := values.get("moe_layers")) is not None:
+        if not isinstance(numbers, list) or not all(isinstance(i, int) for i in numbers):
+            raise ShapeError(f"{source}: `moe_layers` is {numbers!r}; expected a list of the numbers of layers.")
+        return [i in numbers for i in range(count)]
     if "mlp_layer_types" in reads and (types := values.get("mlp_layer_types")) is not None:
         if not isinstance(types, list) or len(types) != count or set(types) - {"dense", "sparse"}:
             raise ShapeError(f"{source}: `mlp_layer_types` is {types!r}; expected 'dense' or 'sparse' for each layer.")
@@ -246,11 +271,15 @@ def _mixtures(family: Family, values: Mapping[str, Any], count: int, dense: int,
     skipped = [] if skipped is None else skipped
     if not isinstance(skipped, list) or not all(isinstance(i, int) for i in skipped):
         raise ShapeError(f"{source}: `mlp_only_layers` is {skipped!r}; expected a list of the numbers of layers.")
-    steps = [values.get(key) for key in ("decoder_sparse_step", "moe_layer_interval") if key in reads]
+    steps = [values.get(key) for key in _STEPS if key in reads]
     step = next((value for value in steps if value), 1)
     last = values.get("moe_layer_end_index") if "moe_layer_end_index" in reads else None
     end = count if last in (None, -1) else last + 1
     return [dense <= i < end and i not in skipped and (i + 1) % step == 0 for i in range(count)]
+
+
+_STEPS = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")
+"""Keys by which every so many layers one is a mixture of experts."""
 
 
 def _rope_to_dict(rope: Rope) -> dict[str, Any]:
@@ -277,10 +306,12 @@ def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
     windows = [mixer.window for mixer in mixers if mixer.window is not None]
     ropes = {kind: _rope_to_dict(mixer.rope) for kind, mixer in zip(types, mixers) if mixer.rope.partial}
     values: dict[str, Any] = {"rope_parameters": next(iter(ropes.values()), {"rope_type": "default"})}
-    if family.local_theta is not None:
+    if not ropes and family.global_rope is None:
+        values = {}
+    if family.local_theta is not None and ropes:
         missing = {kind: next(iter(ropes.values())) for kind in ("full_attention", "sliding_attention")}
         values = {"rope_parameters": {**missing, **ropes}}
-    original = values["rope_parameters"].get("original_max_position_embeddings")
+    original = values.get("rope_parameters", {}).get("original_max_position_embeddings")
     if "original_max_position_embeddings" in family.defaults and original is not None:
         values["original_max_position_embeddings"] = original
     reads = family.reads()
@@ -302,6 +333,17 @@ def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
         mixtures = [i for i, kind in enumerate(layers) if kind.experts]
         values["moe_layer_interval"] = mixtures[1] - mixtures[0] if len(mixtures) > 1 else 1
         values["moe_layer_end_index"] = mixtures[-1] if mixtures else -1
+    if "enable_moe_block" in reads:
+        values["enable_moe_block"] = any(kind.experts for kind in layers)
+    if "moe_layers" in reads:
+        values["moe_layers"] = [i for i, kind in enumerate(layers) if kind.experts]
+    if "attention_chunk_size" in reads:
+        values["attention_chunk_size"] = windows[0] if windows else None
+    if "attn_temperature_tuning" in reads:
+        grown = next((mixer.rope for mixer in mixers if mixer.rope.growth_length is not None), None)
+        values["attn_temperature_tuning"] = grown is not None
+        if grown is not None:
+            values |= {"attn_scale": grown.query_growth, "floor_scale": grown.growth_length}
     if "mlp_only_layers" in reads:
         values["mlp_only_layers"] = [i for i, kind in enumerate(layers) if not kind.experts]
     return values

@@ -65,6 +65,7 @@ TOP_TENSORS: Mapping[str, Tensor] = {
     "norm": Tensor("model.norm.weight"),
     "norm_bias": Tensor("model.norm.bias"),
     "head": Tensor("lm_head.weight"),
+    "head_bias": Tensor("lm_head.bias"),
 }
 """Tensors of the parameters outside of the layers, where a family has no other."""
 
@@ -91,6 +92,13 @@ def top_parameters(config: ModelConfig) -> dict[str, Parameter]:
     table = {"embed": embedding, **norm_parameters(config, "norm")}
     if not config.tie_embeddings:
         table["head"] = embedding
+    if config.learned_positions:
+        rows = config.max_positions + config.position_offset
+        table["positions"] = Parameter((rows, config.hidden_size), (None, "embed"))
+    if config.embedding_norm:
+        table |= norm_parameters(config, "embed_norm")
+    if config.head_bias:
+        table["head_bias"] = Parameter((config.vocab_size,), ("vocab",), "zeros")
     return table
 
 

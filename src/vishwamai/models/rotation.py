@@ -29,6 +29,7 @@ class Rope:
         (Gemma 4); otherwise they are the head's first, at frequencies of their own.
       query_growth: queries are multiplied by `1 + query_growth * ln(1 + floor(position / original))`, with the length
         of the original context of `scaling` (Ministral 3, after Llama 4).
+      growth_length: a length in place of that one, by which positions count from 1 (Llama 4); None for none.
     """
 
     theta: float = 10000.0
@@ -36,6 +37,7 @@ class Rope:
     partial: float = 1.0
     proportional: bool = False
     query_growth: float = 0.0
+    growth_length: int | None = None
 
 
 NO_ROTATION = Rope(partial=0.0)
@@ -61,12 +63,11 @@ def rotated(
     """
     dim = query.shape[-1]
     width = int(dim * rope.partial)
+    query = grown(rope, query, positions)
     if not width:
         return query, key
     if rope.proportional:
         return _proportional(config, rope, query, key, positions, 2 * int(rope.partial * dim // 2))
-    if rope.query_growth:
-        query = query * _growth(rope, positions, query)
     options: dict[str, Any] = {"theta": rope.theta, "rotary_dim": width, "layout": "bshd"}
     options["interleaved"] = config.rope_interleaved
     scaling, pair = rope.scaling, (query, key)
@@ -95,13 +96,18 @@ def _proportional(config: ModelConfig, rope: Rope, query: Any, key: Any, positio
     return joined(query, turned[0]), joined(key, turned[1])
 
 
-def _growth(rope: Rope, positions: Any, query: Any) -> Any:
-    """The factor of queries `[batch, seq, heads, head_dim]` by position; see `Rope`."""
+def grown(rope: Rope, query: Any, positions: Any) -> Any:
+    """Queries `[batch, seq, heads, features]` times their factor by position, where there is one; see `Rope`."""
+    if not rope.query_growth:
+        return query
     if positions is None:
         positions = jnp.arange(query.shape[1])[None]
-    assert isinstance(rope.scaling, YarnScaling | LongRopeScaling | Llama3Scaling)
-    steps = jnp.floor(positions / rope.scaling.original_max_positions)
-    return (1 + rope.query_growth * jnp.log1p(steps))[..., None, None].astype(query.dtype)
+    if rope.growth_length is not None:
+        steps = jnp.floor((positions + 1) / rope.growth_length)
+    else:
+        assert isinstance(rope.scaling, YarnScaling | LongRopeScaling | Llama3Scaling)
+        steps = jnp.floor(positions / rope.scaling.original_max_positions)
+    return query * (1 + rope.query_growth * jnp.log1p(steps))[..., None, None].astype(query.dtype)
 
 
 def rotation_switch(config: ModelConfig) -> int | None:

@@ -75,7 +75,8 @@ def piece(config: ModelConfig, name: str, parameter: Parameter, layer: int | Non
       layer: the layer's number, or None for parameters outside the layers.
     """
     common = TOP_TENSORS if layer is None else config.layers[layer].tensors
-    entry = FAMILIES[config.family].tensors.get(name) or common.get(name)
+    family = FAMILIES[config.family]
+    entry = {**common, **family.tensors, **family.norm_tensors.get(config.norms, {})}.get(name)
     if entry is None:
         raise ShapeError(
             f"models: parameter `{name}` has no tensor in checkpoints of {config.family}; add its `Tensor` to the "
@@ -88,16 +89,17 @@ def piece(config: ModelConfig, name: str, parameter: Parameter, layer: int | Non
         return Piece(names, entry.transpose, stacked, row=entry.row)
     rank = len(parameter.shape)
     axis = rank - 2 if entry.transpose else rank - 1
-    dim = config.head_dim
-    if entry.part in _BY_HEAD:
-        start, total = _BY_HEAD.index(entry.part) * dim, 3 * config.num_heads * dim
-        return Piece(names, entry.transpose, stacked, axis, start, 3 * dim, total, block=dim)
+    if entry.part in _BY_GROUP:
+        dim, group = config.head_dim, config.num_heads // config.num_kv_heads
+        start, block = {"query": (0, group), "key": (group, 1), "value": (group + 1, 1)}[_BY_GROUP[entry.part]]
+        step, total = (group + 2) * dim, config.num_kv_heads * (group + 2) * dim
+        return Piece(names, entry.transpose, stacked, axis, start * dim, step, total, block=block * dim)
     start, step, total = _parts(config, parameter.shape[-1])[entry.part]
     return Piece(names, entry.transpose, stacked, axis, start, step, total)
 
 
-_BY_HEAD = ("head_query", "head_key", "head_value")
-"""Parts of a tensor that holds the query, the key and the value of one head after the other."""
+_BY_GROUP = {f"group_{name}": name for name in ("query", "key", "value")}
+"""Parts of a tensor that holds, for one head of keys after the other, its queries, the key and the value."""
 
 
 def _parts(config: ModelConfig, size: int) -> dict[str, tuple[int, int, int]]:

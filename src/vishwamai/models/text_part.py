@@ -13,6 +13,7 @@ WRAPPERS: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "kimi_k25": "deepseek_v3",
+    "llama4": "llama4_text",
     "llava": "llama",
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2_vl_text",
@@ -41,6 +42,12 @@ _AROUND += ("vision_start_token_id", "vision_end_token_id")
 
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 _TOWER = "visual."  # where a tower lies next to a decoder under its plain names (Qwen2-VL)
+_BARE = {
+    "embed_tokens.weight": "model.",
+    "wte.weight": "transformer.",
+    "word_embeddings.weight": "transformer.",
+}
+"""Where names lack it, their start, by the name of the embedding table."""
 _PLACES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 
 
@@ -80,6 +87,9 @@ def text_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 _MOST_LAYERS = 10_000  # more are declined with the other sizes, before anything is made of them
 
 
+_GEMMA4_EXPERTS = ("moe_intermediate_size", "num_experts", "top_k_experts")
+
+
 def _gemma4(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The keys of Gemma 4 with the sizes of its global layers under names of their own, as published files have them,
     and in the form that transformers computes: the last layer is global.
@@ -88,6 +98,8 @@ def _gemma4(values: Mapping[str, Any], source: str) -> dict[str, Any]:
       UnsupportedError: layers of one type differ in size.
     """
     values = {"hidden_size_per_layer_input": 256, **values}
+    if values.get("enable_moe_block") in (None, False):  # the sizes of experts then change nothing
+        values = {key: value for key, value in values.items() if key not in _GEMMA4_EXPERTS}
     types, count = values.get("layer_types"), values.get("num_hidden_layers")
     if types is None and isinstance(count, int) and count <= _MOST_LAYERS:
         types = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(count)]
@@ -100,6 +112,8 @@ def _gemma4(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         return values
     full = {str(i) for i, kind in enumerate(types or ()) if kind == "full_attention"}
     sizes = next(iter(layers.values()), {}) if isinstance(layers, Mapping) else None
+    if layers == {}:  # all layers have the sizes of the other keys
+        full, sizes = set(), {}
     if (
         not isinstance(layers, Mapping)
         or not isinstance(sizes, Mapping)
@@ -132,8 +146,9 @@ def text_tensors(index: Mapping[str, Entry]) -> dict[str, Entry]:
     """
     if not any(name.startswith(place) for name in index for place, _ in _PLACES):
         index = {name: entry for name, entry in index.items() if not name.startswith(_TOWER)}
-        bare = "embed_tokens.weight" in index and not any(name.startswith("model.") for name in index)
-        return {f"model.{name}" if bare and name != "lm_head.weight" else name: entry for name, entry in index.items()}
+        start = next((start for table, start in _BARE.items() if table in index), None)
+        bare = start is not None and not any(name.startswith(start) for name in index)
+        return {f"{start}{name}" if bare and name != "lm_head.weight" else name: entry for name, entry in index.items()}
     renamed = {name: entry for name, entry in index.items() if name == "lm_head.weight"}
     for name, entry in index.items():
         for place, plain in _PLACES:

@@ -13,7 +13,17 @@ from vishwamai.core.arrays import fetched
 from vishwamai.core.errors import ShapeError
 from vishwamai.ops.moe.api import MOE
 from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, check_dispatch, check_experts, sort_choices
-from vishwamai.ops.moe.layer import CLAMPED, MoEOutput, check_bias, check_biases, check_layer, check_limit, clamped
+from vishwamai.ops.moe.layer import (
+    CLAMPED,
+    MoEOutput,
+    check_bias,
+    check_biases,
+    check_layer,
+    check_limit,
+    check_router_tokens,
+    clamped,
+    weighted_inputs,
+)
 from vishwamai.ops.moe.routing import Routing, check_routing, choose
 from vishwamai.ops.moe.spec import (
     Outputs,
@@ -132,6 +142,7 @@ def moe_routing(
     top_groups: int | None = None,
     group_score: str = "top2",
     logit_bias: Tensor | None = None,
+    expert_scale: Tensor | None = None,
     jitter: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Routing:
@@ -143,7 +154,8 @@ def moe_routing(
     >>> routing.experts.tolist(), routing.expert_counts.tolist()
     ([[0, 2]], [1, 0, 1])
     """
-    biases, grouping = {"bias": bias, "logit_bias": logit_bias}, (num_groups, top_groups, group_score)
+    biases = {"bias": bias, "logit_bias": logit_bias, "expert_scale": expert_scale}
+    grouping = num_groups, top_groups, group_score
     arguments = tokens, router_weights, num_experts, top_k, scoring, biases, grouping, jitter
     experts = check_routing(*arguments, key="torch's")
     x = tokens.reshape(-1, tokens.shape[-1]).float()
@@ -155,6 +167,8 @@ def moe_routing(
     if logit_bias is not None:
         logits = logits + logit_bias.float()
     weights, chosen, counts, shares = choose(logits, bias, top_k, scoring, normalize, grouping)
+    if expert_scale is not None:
+        weights = weights * expert_scale.float()[chosen]
     number = max(1, x.shape[0])
     balance = experts * (counts.float() / (number * top_k) * shares / number).sum()
     z_loss = logits.logsumexp(1).square().sum() / number
@@ -255,6 +269,8 @@ def moe_layer(
     activation: str = "silu",
     limit: float = 7.0,
     capacity_factor: float | None = None,
+    router_tokens: Tensor | None = None,
+    weight_inputs: bool = False,
     **routing_options: Any,
 ) -> MoEOutput:
     """Mixture of experts: each token is sent to its best k of E gated feed-forward networks; see `vishwamai.moe_layer`.
@@ -274,8 +290,14 @@ def moe_layer(
     for name, bias, weight in (("gate", gate_bias, gate), ("up", up_bias, up), ("down", down_bias, down)):
         check_bias(name, bias, weight)
     check_limit(activation, gate, limit)
-    routing = moe_routing(tokens, router_weights, top_k=top_k, **routing_options)
-    dispatch = moe_dispatch(tokens, routing, capacity_factor=capacity_factor)
+    if router_tokens is not None:
+        check_router_tokens(router_tokens, tokens)
+    scored = tokens if router_tokens is None else router_tokens
+    routing = moe_routing(scored, router_weights, top_k=top_k, **routing_options)
+    rows, placed = tokens, routing
+    if weight_inputs:
+        rows, placed = weighted_inputs(torch, tokens.reshape(-1, tokens.shape[-1]), routing)
+    dispatch = moe_dispatch(rows, placed, capacity_factor=capacity_factor)
 
     def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
         result = grouped_gemm(rows, weights, dispatch.group_sizes)
@@ -288,7 +310,9 @@ def moe_layer(
         hidden = clamped(torch, gated, hidden, limit) if clamps else _ACTIVATIONS[activation](gated) * hidden
     else:
         hidden = _ACTIVATIONS[activation](hidden)
-    out = moe_combine(product(hidden, down, down_bias), dispatch, routing)
+    out = moe_combine(product(hidden, down, down_bias), dispatch, placed)
+    if weight_inputs:
+        out = out.reshape(*routing.experts.shape, -1).sum(1)
     return MoEOutput(out.reshape(tokens.shape), routing, dispatch.dropped)
 
 

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 import vishwamai
+from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import in_dtype
 from vishwamai.models.config import ModelConfig
 from vishwamai.training.packing import IGNORED
+
+
+def head_operands(
+    config: ModelConfig, arrays: Mapping[str, Any], hidden: Any, axes: MeshAxes = ONE_DEVICE
+) -> tuple[Any, Any]:
+    """Hidden states `[batch, seq, features]` after the last norm and the head `[vocab, features]`, whose product are
+    the logits: a bias of the head is its last column, and the last feature is then 1.
+
+    Args:
+      config: the model.
+      arrays: the parameters outside of the layers by name.
+      hidden: hidden states of the model's features.
+      axes: mesh axes over which the model is split.
+    """
+    head = arrays["embed" if config.tie_embeddings else "head"]
+    if not config.head_bias:
+        return hidden, head
+    if axes.features is not None:
+        raise UnsupportedError(f"{config.family}: a head with a bias is not split by features; set mesh.fsdp=1.")
+    ones = jnp.ones_like(hidden[..., :1])
+    bias = arrays["head_bias"][:, None].astype(head.dtype)
+    return jnp.concatenate([hidden, ones], axis=-1), jnp.concatenate([head, bias], axis=1)
 
 
 def cross_entropy(

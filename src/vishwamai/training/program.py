@@ -21,6 +21,7 @@ from vishwamai.training.compiling import compiler_options
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.gather import by_row, gather_parameter, gather_parameters, over_devices, rounding, summed
+from vishwamai.training.head import head_operands
 from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, merge_adapters
 from vishwamai.training.model import ModelParts, model_shapes
 from vishwamai.training.packing import REFERENCE
@@ -155,7 +156,8 @@ class TrainingProgram:
                 return pipelined_logprobs(base, params, batch, microbatches=self.config.microbatches)
             axes = layout.model_axes
             model, hidden, _ = run_model(parts.graph, parts.rest, params, batch, gather=gather, axes=axes)
-            return answer_logprobs(model.config, model.head_weight(), hidden, batch, axes)
+            hidden, head = head_operands(model.config, model.top_arrays(), hidden, axes)
+            return answer_logprobs(model.config, head, hidden, batch, axes)
 
         return by_row(layout, logprobs, params)
 

@@ -22,7 +22,7 @@ from vishwamai.training.adamw import AdamW, why_not
 from vishwamai.training.config import LossSection, TrainConfig
 from vishwamai.training.fp8 import SCALES, FP8Optimizer
 from vishwamai.training.gather import by_part, over_devices, summed
-from vishwamai.training.head import cross_entropy
+from vishwamai.training.head import cross_entropy, head_operands
 from vishwamai.training.optimizers import apply_updates, optimizer
 from vishwamai.training.packing import IGNORED, REFERENCE
 from vishwamai.training.preferences import answer_logprobs, preference_loss
@@ -160,7 +160,8 @@ def model_loss(
 
     def loss(params: Tree, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         model, hidden, loads = run_model(graph, rest, params, batch, policy, gather, attach, axes)
-        total, sums = head_loss(model.config, section, beta, hidden, model.head_weight(), batch, axes)
+        hidden, head = head_operands(model.config, model.top_arrays(), hidden, axes)
+        total, sums = head_loss(model.config, section, beta, hidden, head, batch, axes)
         loads_by_layer = {str(i): load for i, load in enumerate(loads) if load is not None}
         if loads_by_layer and REFERENCE not in batch:
             number = jnp.sum(batch["labels"] != IGNORED)

@@ -12,9 +12,25 @@ from vishwamai.models.families.experts import MIXTURES
 from vishwamai.models.families.family import IDLE, IGNORED, Family
 from vishwamai.models.families.gemma import GEMMA
 from vishwamai.models.families.latent import LATENT
+from vishwamai.models.families.llama4 import LLAMA4
 from vishwamai.models.families.mamba import MAMBA
+from vishwamai.models.families.position import POSITION
+from vishwamai.models.families.sparse import SPARSE
 from vishwamai.models.families.ungated import UNGATED
 
-FAMILIES: Mapping[str, Family] = {**DENSE, **UNGATED, **COHERE, **GEMMA, **MIXTURES, **LATENT, **DELTA, **CONV, **MAMBA}
+FAMILIES: Mapping[str, Family] = {
+    **DENSE,
+    **UNGATED,
+    **COHERE,
+    **GEMMA,
+    **POSITION,
+    **MIXTURES,
+    **SPARSE,
+    **LLAMA4,
+    **LATENT,
+    **DELTA,
+    **CONV,
+    **MAMBA,
+}
 
 __all__ = ["FAMILIES", "IDLE", "IGNORED", "Family"]

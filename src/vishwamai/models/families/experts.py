@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.families.family import (
     BIASES,
     COMMON,
@@ -28,6 +30,22 @@ _MIXTRAL_TENSORS = {
         for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
     },
 }
+
+
+def _minimax(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys of MiniMax M2 without the types of its layers, all of which attend to everything.
+
+    Raises:
+      UnsupportedError: a layer has another type.
+    """
+    types = values.get("attn_type_list")
+    if types is not None and not (isinstance(types, list) and all(kind == 1 for kind in types)):
+        raise UnsupportedError(
+            f"{source}: `attn_type_list` is {types!r:.80}; the decoder computes minimax_m2 with 1 for each layer only."
+        )
+    return {key: value for key, value in values.items() if key != "attn_type_list"}
+
+
 _SIGMOID = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid", "noaux_tc"), "moe_layer_freq": (1,)}
 
 MIXTURES: Mapping[str, Family] = {
@@ -283,6 +301,7 @@ MIXTURES: Mapping[str, Family] = {
             "use_routing_bias": (True,),
         },
         ignored=("mtp_transformer_layers", "num_mtp_modules", "use_mtp"),
+        derive=_minimax,
         aliases={"num_experts": "num_local_experts"},
         layer_keys=("rotary_dim",),
         theta=5_000_000.0,

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.feed_forward import FeedForward, Gated
 from vishwamai.models.layers.mixer import Mixer
 from vishwamai.models.layers.mixture import Mixture
 from vishwamai.models.parameters import Tensor
+
+if TYPE_CHECKING:
+    from vishwamai.models.config import ModelConfig
 
 ATTENTION: Mapping[str, type[Mixer]] = {"full_attention": Attention, "sliding_attention": Attention}
 
@@ -35,6 +38,7 @@ class Family:
       aliases: other names of keys.
       derive: `(values, source) -> values` of a file, where some keys follow from others; None where none does.
       constants: keys that every file gets when it is written.
+      further: more keys of a file that is written, from the configuration; None where there are none.
       layer_types: "none", "all" (`sliding_window` holds for every layer), "list" (`layer_types` says which), or "types"
         (the same in a family without windows).
       types_key: the key of `layer_types` in files; None where files do not give them.
@@ -50,6 +54,7 @@ class Family:
       feed_forwards: the same by layer type, where the type says which network a layer has.
       unread: starts of the names of tensors that the decoder leaves out, such as those of layers that draft.
       tensors: names that differ from the common ones, by parameter; None where the common one is absent.
+      norm_tensors: names that differ from these with some of `ModelConfig.norms`.
     """
 
     architecture: str
@@ -63,6 +68,7 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     derive: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    further: Callable[[ModelConfig], Mapping[str, Any]] | None = None
     layer_types: str = "none"
     types_key: str | None = "layer_types"
     layer_keys: tuple[str, ...] = ()
@@ -78,6 +84,7 @@ class Family:
     feed_forwards: Mapping[str, FeedForward] = dataclasses.field(default_factory=dict)
     unread: tuple[str, ...] = ()
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    norm_tensors: Mapping[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
 
     def reads(self) -> frozenset[str]:
         """Keys that say what the layers are: windows, rotations, experts."""

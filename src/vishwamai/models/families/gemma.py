@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vishwamai.models.families.family import BIASES, COMMON, HEADS, Family, sizes, tokens
+from vishwamai.models.layers.mixture import GatedAndMixture
 from vishwamai.models.parameters import PREFIX, Tensor
 
 _KEYS = {
@@ -75,6 +76,9 @@ GEMMA: Mapping[str, Family] = {
             "attention_k_eq_v": "full_attention.shared_value",
             "global_head_dim": "full_attention.head_dim",
             "num_global_key_value_heads": "full_attention.num_kv_heads",
+            "moe_intermediate_size": "experts.inner_size",
+            "num_experts": "experts.count",
+            "top_k_experts": "experts.top_k",
         },
         {
             "norms": "both",
@@ -101,16 +105,13 @@ GEMMA: Mapping[str, Family] = {
         sizes(262144, 2304, 9216, 30, 8, 131072),
         choices={"hidden_size_per_layer_input": ("norm_offset", {0: False})},
         fixed={
-            "enable_moe_block": (False,),
             "num_kv_shared_layers": (0,),
             "use_bidirectional_attention": (None, "vision"),
         },
-        ignored=(
-            *("expert_intermediate_size", "moe_intermediate_size", "num_experts", "top_k_experts"),
-            *("use_double_wide_mlp", "vocab_size_per_layer_input"),
-        ),
+        ignored=("expert_intermediate_size", "use_double_wide_mlp", "vocab_size_per_layer_input"),
         layer_types="list",
-        layer_keys=("proportional",),
+        layer_keys=("enable_moe_block", "proportional"),
+        mixture=GatedAndMixture(),
         window_period=6,
         theta=1_000_000.0,
         partial=1.0,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.families.family import BIASES, COMMON, CORRECTED, SILU, Family, sizes, tokens
 from vishwamai.models.layers.latent import LatentAttention
 from vishwamai.models.layers.mixer import Mixer
+from vishwamai.models.parameters import PREFIX, Tensor
 
 _KEYS = {
     **COMMON,
@@ -26,6 +29,36 @@ _FIELDS = {"rope_interleaved": True}
 _MIXERS: Mapping[str, type[Mixer]] = {"full_attention": LatentAttention}
 _DEFAULTS = {"attention_bias": False, "kv_lora_rank": 512, "q_lora_rank": 1536}
 _DEFAULTS |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+def _mistral4(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys of Mistral 4 without the share of a head that turns, which its sizes state too."""
+    ropes = {key: values[key] for key in ("rope_parameters", "rope_scaling") if isinstance(values.get(key), Mapping)}
+    turning, plain = (values.get(key, _MISTRAL4[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
+    for key, rope in ropes.items():
+        share = rope.get("partial_rotary_factor")
+        if share is not None and not (isinstance(share, float) and share * (turning + plain) == turning):
+            raise UnsupportedError(
+                f"{source}: `partial_rotary_factor` is {share!r} in `{key}`; the decoder rotates `qk_rope_head_dim` = "
+                f"{turning} features of each head, next to `qk_nope_head_dim` = {plain}. Remove the key."
+            )
+    plain_ropes = {
+        key: {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+        for key, rope in ropes.items()
+    }
+    return {**values, **plain_ropes}
+
+
+_MISTRAL4 = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64}
+
+
+def _minicpm3(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys of MiniCPM 3, whose values have the features of a share of `hidden_size` by default."""
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if values.get("v_head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        return {**values, "v_head_dim": hidden // heads}
+    return values
+
 
 LATENT: Mapping[str, Family] = {
     "deepseek_v2": Family(
@@ -101,5 +134,80 @@ LATENT: Mapping[str, Family] = {
         ignored=("qk_head_dim",),
         aliases={"head_dim": "qk_rope_head_dim", "num_local_experts": "n_routed_experts"},
         layer_keys=("mlp_layer_types",),
+    ),
+    "mistral4": Family(
+        "Mistral4ForCausalLM",
+        _NORMALIZED,
+        fields={**_FIELDS, "experts.method": "group_limited_top2"},
+        defaults={
+            **_DEFAULTS,
+            **_MISTRAL4,
+            "first_k_dense_replace": 0,
+            "kv_lora_rank": 256,
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 4,
+            "q_lora_rank": 1024,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+            **tokens(1, 2, 11),
+        },
+        sizes=sizes(131072, 4096, 12288, 36, 32, 1048576),
+        mixers=_MIXERS,
+        fixed=_FIXED,
+        ignored=(*_IGNORED, "pretraining_tp"),
+        aliases={"num_local_experts": "n_routed_experts"},
+        derive=_mistral4,
+        layer_keys=("llama_4_scaling_beta",),
+        tensors={
+            "expert_gate": Tensor(PREFIX + "mlp.experts.gate_up_proj", True, "gate"),
+            "expert_up": Tensor(PREFIX + "mlp.experts.gate_up_proj", True, "up"),
+            "expert_down": Tensor(PREFIX + "mlp.experts.down_proj", True),
+        },
+    ),
+    "minicpm3": Family(
+        "MiniCPM3ForCausalLM",
+        {
+            **COMMON,
+            **SILU,
+            **BIASES,
+            **{key: field for key, field in _KEYS.items() if field.startswith("latent.")},
+            "dim_model_base": "logit_base",
+            "mlp_bias": "mlp_bias",
+            "scale_depth": "residual_depth",
+            "scale_emb": "embedding_multiplier",
+        },
+        defaults={
+            "attention_bias": False,
+            "dim_model_base": 256,
+            "initializer_range": 0.1,
+            "kv_lora_rank": 256,
+            "mlp_bias": False,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "rms_norm_eps": 1e-5,
+            "scale_depth": 1.4,
+            "scale_emb": 12.0,
+            "tie_word_embeddings": True,
+            **tokens(1, 2),
+        },
+        mixers=_MIXERS,
+        ignored=(*_IGNORED, "pretraining_tp"),
+        derive=_minicpm3,
     ),
 }

@@ -17,9 +17,9 @@ _NEOX_TENSORS = {
         f"{name}{suffix}": Tensor(f"{module}.{kind}", kind == "weight" and "norm" not in module, part)
         for suffix, kind in (("", "weight"), ("_bias", "bias"))
         for name, module, part in (
-            ("query", f"{_NEOX}attention.query_key_value", "head_query"),
-            ("key", f"{_NEOX}attention.query_key_value", "head_key"),
-            ("value", f"{_NEOX}attention.query_key_value", "head_value"),
+            ("query", f"{_NEOX}attention.query_key_value", "group_query"),
+            ("key", f"{_NEOX}attention.query_key_value", "group_key"),
+            ("value", f"{_NEOX}attention.query_key_value", "group_value"),
             ("output", f"{_NEOX}attention.dense", None),
             ("up", f"{_NEOX}mlp.dense_h_to_4h", None),
             ("down", f"{_NEOX}mlp.dense_4h_to_h", None),

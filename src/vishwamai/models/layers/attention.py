@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -30,11 +29,13 @@ class Attention(Mixer):
     Attributes:
       num_kv_heads, head_dim: sizes of layers of this type; None for those of the model.
       shared_value: values are the product that makes the keys, before their norm.
+      sinks: each head has a logit that enters the denominator only; None as the model has it.
     """
 
     num_kv_heads: int | None = None
     head_dim: int | None = None
     shared_value: bool = False
+    sinks: bool | None = None
 
     tensors: ClassVar[Mapping[str, Tensor]] = {
         **{
@@ -45,26 +46,32 @@ class Attention(Mixer):
         "query_norm": Tensor(PREFIX + "self_attn.q_norm.weight"),
         "key_norm": Tensor(PREFIX + "self_attn.k_norm.weight"),
         "sinks": Tensor(PREFIX + "self_attn.sinks"),
+        "attention_gate": Tensor(PREFIX + "self_attn.gate_proj.weight", True),
     }
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
-        hidden, (kv_heads, dim) = config.hidden_size, self.sizes(config)
-        widths = {"query": (config.num_heads, "heads"), "key": (kv_heads, "kv_heads")}
+        hidden, (kv_heads, dim), value_dim = config.hidden_size, self.sizes(config), self.value_dim(config)
+        widths = {"query": (config.num_heads * dim, "heads"), "key": (kv_heads * dim, "kv_heads")}
         if not self.shared_value:
-            widths["value"] = widths["key"]
+            widths["value"] = kv_heads * value_dim, "kv_heads"
         if config.output_gate:
-            widths["query"] = (2 * config.num_heads, "heads")
-        table = {name: matrix(hidden, heads * dim, ("embed", axis)) for name, (heads, axis) in widths.items()}
-        table["output"] = matrix(config.num_heads * dim, hidden, ("heads", "embed"))
+            widths["query"] = (2 * config.num_heads * dim, "heads")
+        table = {name: matrix(hidden, width, ("embed", axis)) for name, (width, axis) in widths.items()}
+        table["output"] = matrix(config.num_heads * value_dim, hidden, ("heads", "embed"))
+        if config.attention_gate:
+            table["attention_gate"] = matrix(hidden, config.num_heads * value_dim, ("embed", "heads"))
         if config.attention_bias:
-            table |= {f"{name}_bias": Parameter((h * dim,), (axis,), "zeros") for name, (h, axis) in widths.items()}
+            table |= {f"{name}_bias": Parameter((width,), (axis,), "zeros") for name, (width, axis) in widths.items()}
         if config.attention_bias if config.output_bias is None else config.output_bias:
             table["output_bias"] = Parameter((hidden,), ("embed",), "zeros")
-        if config.qk_norm:
+        if config.qk_norm == "heads":
+            for name, heads in (("query", config.num_heads), ("key", kv_heads)):
+                table[f"{name}_norm"] = Parameter((heads, dim), (widths[name][1], None), "ones")
+        elif config.qk_norm not in (None, "turning"):
             for name in ("query", "key"):
                 heads = 1 if config.qk_norm != "all" else kv_heads if name == "key" else config.num_heads
                 table[f"{name}_norm"] = norm_parameter(config, heads * dim)
-        if config.sinks:
+        if config.sinks if self.sinks is None else self.sinks:
             table["sinks"] = Parameter((config.num_heads,), ("heads",))
         return table
 
@@ -72,29 +79,35 @@ class Attention(Mixer):
         query, key, value, gate = self._heads(config, arrays, x, rows.axes)
         query, key = self._rotated(config, arrays, query, key, rows.positions)
         mixed = attend_sequences(
-            config, self.window, query, key, value, arrays.get("sinks"), rows.segment_ids, rows.axes
+            config, self.window, query, key, value, arrays.get("sinks"), self.segments(config, rows, x), rows.axes
         )
         return self._output(config, arrays, mixed, gate, rows.axes)
 
     def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
         query, key, value, gate = self._heads(config, arrays, x)
         query, key = self._rotated(config, arrays, query, key, step.positions, step.lengths)
-        mixed, pool = attend_pages(config, self.window, query, key, value, arrays.get("sinks"), step.batch, pool, first)
-        return self._output(config, arrays, mixed, gate), pool
+        width = value.shape[-1]
+        query, key, value = (_widened(x, self.page_row(config)[1]) for x in (query, key, value))
+        options = {"chunk": self.chunk}
+        mixed, pool = attend_pages(
+            config, self.window, query, key, value, arrays.get("sinks"), step.batch, pool, first, **options
+        )
+        return self._output(config, arrays, mixed[..., :width], gate), pool
 
     def page_row(self, config: ModelConfig) -> tuple[int, ...]:
         kv_heads, dim = self.sizes(config)
-        return 2 * kv_heads, dim
+        return 2 * kv_heads, max(dim, self.value_dim(config))
 
     def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
         return {"heads": ("query heads", config.num_heads), "kv_heads": ("kv heads", self.sizes(config)[0])}
 
     def mixing_flops(self, config: ModelConfig, length: int) -> float:
         length = length if self.window is None else min(length, self.window)
-        return 4.0 * config.num_heads * self.sizes(config)[1] * length
+        return 2.0 * config.num_heads * (self.sizes(config)[1] + self.value_dim(config)) * length
 
     def ring_features(self, config: ModelConfig) -> int:
-        return 2 * math.prod(self.sizes(config))
+        kv_heads, dim = self.sizes(config)
+        return kv_heads * (dim + self.value_dim(config))
 
     def part(self, devices: int) -> Self:
         if self.num_kv_heads is None:
@@ -105,12 +118,26 @@ class Attention(Mixer):
         """Heads of keys, and features of a head."""
         return self.num_kv_heads or config.num_kv_heads, self.head_dim or config.head_dim
 
+    def value_dim(self, config: ModelConfig) -> int:
+        """Features of a head's value."""
+        return config.value_dim or self.sizes(config)[1]
+
+    @property
+    def chunk(self) -> int | None:
+        """Tokens of a block, where tokens see those of their own block only; None where they do not."""
+        return None
+
+    def segments(self, config: ModelConfig, rows: Rows, x: Any) -> Any:
+        """Segments of the tokens of rows `x` `[batch, seq, hidden]`; None for one segment a row."""
+        return rows.segment_ids
+
     def _heads(self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE) -> tuple[Any, ...]:
         """Queries, keys and values `[batch, seq, heads, head_dim]` of the heads that the device has, and the logits of
         the output's gate (None without).
         """
-        heads, gate, dim = {}, None, self.sizes(config)[1]
+        heads, gate = {}, None
         for name in ("query", "key", "value"):
+            dim = self.value_dim(config) if name == "value" else self.sizes(config)[1]
             if name == "value" and self.shared_value:
                 continue
             y = checkpoint_name(linear(x, arrays[name], arrays.get(f"{name}_bias")), name)
@@ -123,9 +150,18 @@ class Attention(Mixer):
             y = y.reshape(*x.shape[:-1], y.shape[-1] // dim, dim)
             if name == "key" and self.shared_value:
                 heads["value"] = y
-            heads[name] = norm(config, y, scale) if config.qk_norm == "head" and scale is not None else y
+            if config.qk_norm == "head" and scale is not None:
+                y = norm(config, y, scale)
+            elif config.qk_norm == "heads" and scale is not None:
+                y = norm(config, y, None) * scale.astype(y.dtype)
+            heads[name] = y
         if config.value_norm:
             heads["value"] = vishwamai.rms_norm(heads["value"], None, eps=config.norm_eps)
+        if config.value_scale != 1.0:
+            heads["value"] = heads["value"] * jnp.asarray(config.value_scale, x.dtype)
+        if config.attention_gate:
+            gate = linear(x, arrays["attention_gate"])
+            gate = gate.reshape(*x.shape[:-1], -1, self.value_dim(config))
         return heads["query"], heads["key"], heads["value"], gate
 
     def _rotated(self, config: ModelConfig, arrays: Arrays, query: Any, key: Any, *positions: Any) -> tuple[Any, Any]:
@@ -133,6 +169,8 @@ class Attention(Mixer):
         query, key = rotated(config, self.rope, query, key, *positions)
         if config.qk_norm == "rotated":
             query, key = norm(config, query, arrays["query_norm"]), norm(config, key, arrays["key_norm"])
+        elif config.qk_norm == "turning" and self.rope.partial:
+            query, key = norm(config, query, None), norm(config, key, None)
         return query, key
 
     def _output(self, config: ModelConfig, arrays: Arrays, mixed: Any, gate: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
@@ -140,6 +178,34 @@ class Attention(Mixer):
             mixed = mixed * jax.nn.sigmoid(gate)
         flat = checkpoint_name(mixed.reshape(*mixed.shape[:-2], mixed.shape[-2] * mixed.shape[-1]), "mixed")
         return linear(flat, arrays["output"], axes.once(arrays.get("output_bias")))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedAttention(Attention):
+    """Attention within blocks of `window` positions: a token sees those of its own block up to itself (Llama 4)."""
+
+    @property
+    def layer_type(self) -> str:
+        return "chunked_attention"
+
+    @property
+    def chunk(self) -> int | None:
+        return self.window
+
+    def segments(self, config: ModelConfig, rows: Rows, x: Any) -> Any:
+        assert self.window is not None
+        positions = rows.positions
+        if positions is None:
+            positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+        blocks = jnp.broadcast_to(positions // self.window, x.shape[:2])
+        if rows.segment_ids is None:
+            return blocks
+        return rows.segment_ids * (config.max_positions // self.window + 1) + blocks
+
+
+def _widened(x: Any, width: int) -> Any:
+    """Heads of `width` features, the last ones 0."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) if x.shape[-1] < width else x
 
 
 def _norm_of_heads(config: ModelConfig, x: Any, scale: Any, axes: MeshAxes) -> Any:

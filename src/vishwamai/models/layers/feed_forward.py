@@ -54,10 +54,12 @@ class FeedForward:
     Attributes:
       tensors: the tensors of checkpoints by the parameter's name, where a family has no other.
       constants: values of scalar tensors that checkpoints hold and nothing trains, by the tensor's name.
+      reads_stream: a call takes the stream, without a norm, as `stream`.
     """
 
     tensors: ClassVar[Mapping[str, Tensor]] = {}
     constants: ClassVar[Mapping[str, float]] = {}
+    reads_stream: ClassVar[bool] = False
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """The parameters of one layer by name."""

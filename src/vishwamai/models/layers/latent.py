@@ -18,7 +18,7 @@ from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import linear
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_parameter
-from vishwamai.models.rotation import rotated
+from vishwamai.models.rotation import grown, rotated
 
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
@@ -90,6 +90,7 @@ class LatentAttention(Mixer):
         latent = _sizes(config)
         plain, turning, key, vector = _vectors(latent, arrays, x)
         turning, key = rotated(config, self.rope, turning, key, rows.positions)
+        plain = grown(self.rope, plain, rows.positions)
         expanded = linear(vector, arrays["latent_up"])
         expanded = expanded.reshape(*plain.shape[:-1], latent.nope_dim + latent.value_dim)
         keys = jnp.broadcast_to(key, (*expanded.shape[:-1], latent.rope_dim))
@@ -103,6 +104,7 @@ class LatentAttention(Mixer):
         latent = _sizes(config)
         plain, turning, key, vector = _vectors(latent, arrays, x)
         turning, key = rotated(config, self.rope, turning, key, step.positions, step.lengths)
+        plain = grown(self.rope, plain, step.positions)
         up = arrays["latent_up"].astype(plain.dtype)
         up = up.reshape(latent.kv_rank, config.num_heads, latent.nope_dim + latent.value_dim)
         absorbed = vishwamai.einsum("bshn,rhn->bshr", plain, up[..., : latent.nope_dim])

@@ -21,7 +21,7 @@ from vishwamai.models.layers.absent import NoFeedForward, NoMixer
 from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.feed_forward import ExpertLoad, FeedForward, Gated
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
-from vishwamai.models.layers.mixture import Mixture
+from vishwamai.models.layers.mixture import GatedAndMixture, Mixture
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, norm_parameters
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class LayerKind:
     @property
     def experts(self) -> bool:
         """Whether the feed-forward network is a mixture of experts."""
-        return isinstance(self.feed_forward, Mixture)
+        return isinstance(self.feed_forward, (Mixture, GatedAndMixture))
 
     @property
     def mixes(self) -> bool:
@@ -134,7 +134,8 @@ def layer(
     elif config.norms == "parallel":
         x, _ = _enter(config, arrays, "mlp_norm", (stream, None))
     x = checkpoint_name(x, "mlp_input")
-    out, load = kind.feed_forward(config, arrays, x, axes, token_mask)
+    extra = {"stream": stream} if kind.feed_forward.reads_stream else {}
+    out, load = kind.feed_forward(config, arrays, x, axes, token_mask, **extra)
     out = axes.total(out + mixed if parallel else out)
     out = _leave(config, arrays, "mlp_post_norm", out)
     if config.layer_scale:
@@ -159,8 +160,8 @@ def _enter(config: ModelConfig, arrays: Arrays, name: str, carry: tuple[Any, Any
 def _leave(config: ModelConfig, arrays: Arrays, name: str, delta: Any) -> Any:
     """A block's output, normalized where the family has a norm of that name."""
     delta = checkpoint_name(delta, "block_output")
-    if config.residual_multiplier != 1.0:
-        delta = delta * jnp.asarray(config.residual_multiplier, delta.dtype)
+    if config.block_multiplier != 1.0:
+        delta = delta * jnp.asarray(config.block_multiplier, delta.dtype)
     if name not in NORMS[config.norms]:
         return delta
     return norm(config, delta, arrays.get(name), bias=arrays.get(f"{name}_bias"))

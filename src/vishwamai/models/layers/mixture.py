@@ -16,16 +16,17 @@ from vishwamai.core.quantized.code_tensor import CodeTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.weight import Weight
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import linear
+from vishwamai.models.blocks import linear, norm
 from vishwamai.models.layers.feed_forward import (
     GATED,
     ExpertLoad,
     FeedForward,
+    Gated,
     gated_unit,
     ungated_unit,
     unit_parameters,
 )
-from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix
+from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_parameter
 
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
@@ -44,7 +45,8 @@ class Experts:
       shared_gate: the output of that network is multiplied by the sigmoid of a product of its input (Qwen2-MoE).
       method: "greedy" (the best scores by softmax), "group_limited_greedy" (in the best groups, by their best expert;
         DeepSeek V2), "noaux_tc" (by sigmoid and correction, in the best groups by two; DeepSeek V3), or "corrected" (by
-        softmax and correction; ERNIE 4.5).
+        softmax and correction; ERNIE 4.5); "group_limited_top2" (by softmax, in the best groups by two; Mistral 4);
+        "sigmoid" (by sigmoid alone; Llama 4).
       normalize: a token's weights add up to 1.
       scale: factor of the weights after that.
       num_groups, top_groups: number of groups of experts, and of those that a token may reach.
@@ -53,6 +55,7 @@ class Experts:
       gated: experts, and the network that every token passes, are gated units; False for units without a gate.
       latent_size: features of the vectors that experts read and write, by a product before and after them; None for
         the layer's own.
+      weight_inputs: a token's weights multiply the experts' input, not their output (Llama 4).
     """
 
     count: int
@@ -70,6 +73,7 @@ class Experts:
     clamped_limit: float | None = None
     gated: bool = True
     latent_size: int | None = None
+    weight_inputs: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -152,10 +156,60 @@ def _sizes(config: ModelConfig) -> Experts:
     return config.experts
 
 
+@dataclasses.dataclass(frozen=True)
+class GatedAndMixture(FeedForward):
+    """A gated unit and a mixture of experts on the same stream, each with norms of its own, added (Gemma 4). The
+    router reads the stream by a norm and a scale of its own.
+    """
+
+    reads_stream: ClassVar[bool] = True
+    tensors: ClassVar[Mapping[str, Tensor]] = {
+        **Gated.tensors,
+        "router": Tensor(PREFIX + "router.proj.weight", True),
+        "router_scale": Tensor(PREFIX + "router.scale"),
+        "expert_scale": Tensor(PREFIX + "router.per_expert_scale"),
+        "expert_gate": Tensor(PREFIX + "experts.gate_up_proj", True, "gate"),
+        "expert_up": Tensor(PREFIX + "experts.gate_up_proj", True, "up"),
+        "expert_down": Tensor(PREFIX + "experts.down_proj", True),
+        "expert_norm": Tensor(PREFIX + "pre_feedforward_layernorm_2.weight"),
+        "unit_post_norm": Tensor(PREFIX + "post_feedforward_layernorm_1.weight"),
+        "expert_post_norm": Tensor(PREFIX + "post_feedforward_layernorm_2.weight"),
+    }
+
+    def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
+        table = {**Gated().parameters(config), **Mixture().parameters(config)}
+        names = ("router_scale", "expert_norm", "unit_post_norm", "expert_post_norm")
+        table |= {name: norm_parameter(config, config.hidden_size) for name in names}
+        table["expert_scale"] = Parameter((_sizes(config).count,), (None,), "ones")
+        return table
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: Any,
+        axes: MeshAxes = ONE_DEVICE,
+        token_mask: Any = None,
+        stream: Any = None,
+    ) -> tuple[Any, ExpertLoad | None]:
+        unit = norm(config, axes.total(gated_unit(config, arrays, x, axes)), arrays["unit_post_norm"])
+        plain = norm(config, stream, None)
+        scored = plain * (arrays["router_scale"] * config.hidden_size**-0.5).astype(plain.dtype)
+        out, load = _routed(
+            config, _sizes(config), arrays, norm(config, stream, arrays["expert_norm"]), axes, token_mask, scored
+        )
+        return axes.once(unit + norm(config, axes.total(out), arrays["expert_post_norm"])), load
+
+    def share(self, config: ModelConfig, name: str) -> float:
+        return Mixture().share(config, name)
+
+
 def _routed(
-    config: ModelConfig, experts: Experts, arrays: Arrays, x: Any, axes: MeshAxes, token_mask: Any
+    config: ModelConfig, experts: Experts, arrays: Arrays, x: Any, axes: MeshAxes, token_mask: Any, scored: Any = None
 ) -> tuple[Any, ExpertLoad]:
-    """The sum of the chosen experts' outputs, without the shared ones, and the load."""
+    """The sum of the chosen experts' outputs, without the shared ones, and the load; `scored` is what the router reads
+    in place of `x`.
+    """
     weights: Any = tuple(arrays.get(f"expert_{name}") for name in GATED)
     gate_bias, up_bias, down_bias = (arrays.get(f"expert_{name}_bias") for name in GATED)
     biases = (gate_bias, up_bias, axes.once(down_bias))
@@ -164,21 +218,24 @@ def _routed(
         w if w is None or isinstance(w, (QTensor, PackedQTensor, CodeTensor, Weight)) else w.astype(x.dtype)
         for w in weights
     )
-    unit = {"activation": config.activation}
+    unit: dict[str, Any] = {"activation": config.activation}
     if experts.clamped_limit is not None:
         unit = {"activation": "swigluoai", "limit": experts.clamped_limit}
+    if experts.weight_inputs:
+        unit["weight_inputs"] = True
     inner = linear(x, arrays["latent_enter"]) if experts.latent_size else x
+    scored = x if scored is None else scored
     split = explicit_axis(weights[1])
     if split is not None:
-        out = _over_experts(split, inner, x, router, weights, biases, options, unit)
-        routing = vishwamai.moe_routing(x, router, token_mask=token_mask, **options)
+        out = _over_experts(split, inner, scored, router, weights, biases, options, unit)
+        routing = vishwamai.moe_routing(scored, router, token_mask=token_mask, **options)
     else:
         out, routing, _ = vishwamai.moe_layer(
-            inner, router, *weights, router_tokens=x, biases=biases, expert_axis=axes.expert, **unit, **options
+            inner, router, *weights, router_tokens=scored, biases=biases, expert_axis=axes.expert, **unit, **options
         )
         if axes.tokens or token_mask is not None:  # XLA merges what the two have in common
             over = axes.tokens or None
-            routing = vishwamai.moe_routing(x, router, axis_name=over, token_mask=token_mask, **options)
+            routing = vishwamai.moe_routing(scored, router, axis_name=over, token_mask=token_mask, **options)
     return linear(out, arrays["latent_leave"]) if experts.latent_size else out, _load(routing)
 
 
@@ -234,12 +291,16 @@ def _load(routing: Any) -> ExpertLoad:
 def _routing(experts: Experts, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `vishwamai.moe_routing`."""
     options: dict[str, Any] = {"top_k": experts.top_k, "normalize": experts.normalize, "scale": experts.scale}
-    options["logit_bias"] = arrays.get("router_bias")
+    options |= {"logit_bias": arrays.get("router_bias"), "expert_scale": arrays.get("expert_scale")}
     if experts.method == "greedy":
         return options
+    if experts.method == "sigmoid":
+        return {**options, "scoring": "sigmoid"}
     if experts.method == "corrected":
         return {**options, "bias": arrays["router_correction"]}
     options |= {"num_groups": experts.num_groups or 1, "top_groups": experts.top_groups}
     if experts.method == "group_limited_greedy":
         return {**options, "group_score": "max"}
+    if experts.method == "group_limited_top2":
+        return options
     return {**options, "scoring": "sigmoid", "bias": arrays["router_correction"]}

@@ -72,6 +72,7 @@ def moe_layer(
     exchange_factor: float | None = None,
     overlap: bool | None = None,
     expert_places: Int[Array, " experts"] | None = None,
+    weight_inputs: bool = False,
     implementation: str | None = None,
     config: Any = None,
     **routing_options: Any,
@@ -119,10 +120,11 @@ def moe_layer(
       expert_places: `[E]`, where each expert's weights and biases lie among the E places of all devices
         (`vishwamai.parallel.ExpertPlacement.places`); None for the experts' own order. The result is the same, but that
         an `exchange_factor` drops what is beyond it of other devices.
+      weight_inputs: a token's weights multiply what its experts read, not what they return (Llama 4).
       implementation: name for the grouped products.
       config: configuration of the grouped products.
-      **routing_options: options of `moe_routing`: scoring, bias, logit_bias, normalize, scale, num_groups, top_groups,
-        group_score, jitter, key.
+      **routing_options: options of `moe_routing`: scoring, bias, logit_bias, normalize, scale, expert_scale,
+        num_groups, top_groups, group_score, jitter, key.
 
     Returns:
       A `MoEOutput`; gradients exist for all floating arrays but the router's bias.
@@ -147,15 +149,13 @@ def moe_layer(
     _check_overlap(axes, exchange, overlap)
     gate_bias, up_bias, down_bias = _biases(biases, gate, up, down)
     check_limit(activation, gate, limit)
-    scored = tokens if router_tokens is None else as_array("moe_layer", "router_tokens", router_tokens)
-    if scored.shape[:-1] != tokens.shape[:-1]:
-        raise ShapeError(
-            f"moe_layer: `router_tokens` has shape {scored.shape}, but `tokens` has {tokens.shape}; pass as many."
-        )
+    scored = tokens if router_tokens is None else _router_tokens(router_tokens, tokens)
     routing = moe_routing(scored, router_weights, top_k=top_k, axis_name=axes, **routing_options)
     places = None if expert_places is None else _places(expert_places, routing.expert_counts.shape[0])
     placed = routing if places is None else _placed(routing, places)
     x = tokens.reshape(-1, tokens.shape[-1])
+    if weight_inputs:
+        x, placed = weighted_inputs(jnp, x, placed)
 
     first = ((up, up_bias),) if gate is None else ((gate, gate_bias), (up, up_bias))
     last = ((down, down_bias),)
@@ -176,7 +176,7 @@ def moe_layer(
         dropped = dispatch.dropped
     else:
         size, local = jax.lax.axis_size(axes), experts_spec(up).shape[0]
-        count, top_k = routing.experts.shape
+        count, top_k = placed.experts.shape
         if capacity_factor is None:
             room = parallel.room_of(count, top_k, size, exchange_factor)
             used = min(room, count * top_k / size)  # by an even load
@@ -193,7 +193,34 @@ def moe_layer(
             out, dropped = parallel.dense(x, placed, axes, exchange_factor, local, experts, travel)
         else:
             out, dropped = parallel.ragged(x, placed, axes, exchange_factor, local, experts)
+    if weight_inputs:
+        out = out.reshape(*routing.experts.shape, -1).sum(1)
     return MoEOutput(out.reshape(tokens.shape), routing, dropped)
+
+
+def _router_tokens(router_tokens: Any, tokens: Any) -> Any:
+    scored = as_array("moe_layer", "router_tokens", router_tokens)
+    check_router_tokens(scored, tokens)
+    return scored
+
+
+def check_router_tokens(router_tokens: Any, tokens: Any) -> None:
+    """Raises ShapeError where what the router reads, an array of any framework, has another number of tokens."""
+    if tuple(router_tokens.shape[:-1]) != tuple(tokens.shape[:-1]):
+        raise ShapeError(
+            f"moe_layer: `router_tokens` has shape {tuple(router_tokens.shape)}, but `tokens` has "
+            f"{tuple(tokens.shape)}; pass as many."
+        )
+
+
+def weighted_inputs(xp: Any, tokens: Any, routing: Routing) -> tuple[Any, Routing]:
+    """Each choice as a token of its own, `[T * k, d]`, times its weight, and the routing of these, with weights of 1;
+    `xp` is `jax.numpy` or `torch`, whose arrays these are.
+    """
+    weights = routing.weights.reshape(-1, 1)
+    rows = (tokens[:, None] * routing.weights[..., None]).reshape(weights.shape[0], tokens.shape[1])
+    rows = rows.astype(tokens.dtype) if xp is jnp else rows.to(tokens.dtype)
+    return rows, routing._replace(weights=xp.ones_like(weights), experts=routing.experts.reshape(-1, 1))
 
 
 def _places(expert_places: Any, experts: int) -> jax.Array:

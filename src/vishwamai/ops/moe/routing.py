@@ -59,6 +59,7 @@ def moe_routing(
     logit_bias: Float[Array, " experts"] | None = None,
     normalize: bool = True,
     scale: float = 1.0,
+    expert_scale: Float[Array, " experts"] | None = None,
     num_groups: int = 1,
     top_groups: int | None = None,
     group_score: str = "top2",
@@ -89,6 +90,7 @@ def moe_routing(
       normalize: divide a token's weights by their sum. With "softmax" they are then the softmax of the chosen logits
         alone, as in Mixtral and gpt-oss.
       scale: factor of the weights after that.
+      expert_scale: `[num_experts]`, a factor for each expert after that (Gemma 4).
       num_groups: cut the experts into as many groups; top_groups: and choose among the best so many.
       group_score: score of a group: "top2", the sum of its two best experts' (DeepSeek-V3), or "max", its best expert's
         (DeepSeek-V2).
@@ -113,7 +115,7 @@ def moe_routing(
     """
     tokens = as_array("moe_routing", "tokens", tokens)
     router_weights = as_array("moe_routing", "router_weights", router_weights)
-    biases = {"bias": bias, "logit_bias": logit_bias}
+    biases = {"bias": bias, "logit_bias": logit_bias, "expert_scale": expert_scale}
     grouping = num_groups, top_groups, group_score
     experts = check_routing(tokens, router_weights, num_experts, top_k, scoring, biases, grouping, jitter, key)
     x = tokens.astype(jnp.float32)
@@ -131,7 +133,7 @@ def moe_routing(
                 f"a mask of shape {x.shape[:-1]}."
             )
 
-    def score(x: Any, router: Any, mask: Any, bias: Any, logit_bias: Any) -> tuple[Any, ...]:
+    def score(x: Any, router: Any, mask: Any, bias: Any, logit_bias: Any, factors: Any) -> tuple[Any, ...]:
         """Weights and experts of the tokens here, and sums over them."""
         mask = None if mask is None else mask.reshape(-1)
         x = x.reshape(-1, x.shape[-1])
@@ -139,12 +141,14 @@ def moe_routing(
         if logit_bias is not None:
             logits = logits + logit_bias.astype(jnp.float32)
         selected = choose(logits, bias, top_k, scoring, normalize, grouping, mask)
+        if factors is not None:
+            selected = (selected[0] * factors.astype(jnp.float32)[selected[1]], *selected[1:])
         squares = jax.nn.logsumexp(logits, axis=1) ** 2
         if mask is None:
             return *selected, jnp.sum(squares), jnp.float32(x.shape[0])
         return *selected, jnp.sum(jnp.where(mask, squares, 0.0)), jnp.sum(mask, dtype=jnp.float32)
 
-    vectors = [None if v is None else jnp.asarray(v) for v in (bias, logit_bias)]
+    vectors = [None if v is None else jnp.asarray(v) for v in (bias, logit_bias, expert_scale)]
     arrays = x, router_weights, token_mask, *vectors
     weights, chosen, *summed = follow_explicit_axes(score, lambda: _axes(x.ndim, token_mask, vectors), *arrays)
     if axis_name is not None:

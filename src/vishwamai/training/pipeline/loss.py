@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import final_norm
 from vishwamai.models.config import ModelConfig
@@ -25,6 +26,7 @@ from vishwamai.parallel.pipeline.stage import Ends, Found, run_stage, zeros_like
 from vishwamai.training.config import LossSection
 from vishwamai.training.fp8 import are_scales, detach
 from vishwamai.training.gather import gathered
+from vishwamai.training.head import head_operands
 from vishwamai.training.packing import IGNORED, REFERENCE
 from vishwamai.training.parameter_names import LAYERS
 from vishwamai.training.pipeline.stages import Stages
@@ -71,7 +73,12 @@ class PipelinedLoss:
 
     def embed(self, params: Tree, tokens: Any) -> Any:
         """The input of the first part."""
-        return embedded(self.config, self.gathered_ends(params)["embed"], tokens, self.dtype, self.axes)
+        if self.config.learned_positions or self.config.embedding_norm:
+            raise UnsupportedError(
+                f"{self.config.family}: the first part of a pipeline has the embedding table alone, and this model "
+                "adds learned positions or a norm to it; set mesh.pipeline=1."
+            )
+        return embedded(self.config, self.gathered_ends(params), tokens, self.dtype, self.axes)
 
     def part(self, layers: Tree, x: Any, batch: dict[str, Any], frozen: Tree) -> tuple[Any, dict[str, Any]]:
         """One part: its layers, by place in the period, have a leading axis for the periods.
@@ -126,7 +133,7 @@ class PipelinedLoss:
     def _end(self, params: Tree, y: Any) -> tuple[Any, Any]:
         """The hidden states after the last norm, and the head."""
         params = self.gathered_ends(params)
-        return final_norm(self.config, params, y), params["embed" if self.config.tie_embeddings else "head"]
+        return head_operands(self.config, params, final_norm(self.config, params, y), self.axes)
 
 
 @jax.custom_vjp
