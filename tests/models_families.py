@@ -295,6 +295,8 @@ TINY: dict[str, Peer] = {
         },
     ),
     "phi": Peer("Phi"),
+    "cohere, norms of heads": Peer("Cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
+    "stablelm, norms of heads": Peer("StableLm", {"qk_layernorm": True}),
     "falcon": Peer("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon, one head of keys": Peer("Falcon"),
     "falcon, in turn": Peer("Falcon", {"multi_query": False, "parallel_attn": False, "ffn_hidden_size": 80}),

@@ -494,9 +494,9 @@ def with_every_gradient(layer):
 
 
 @functools.cache
-def on_one_device():
+def on_one_device(weight_inputs=False):
     def one(*arrays):
-        result = moe_layer(*arrays, top_k=2)
+        result = moe_layer(*arrays, top_k=2, weight_inputs=weight_inputs)
         return result.out, result.routing[2:], result.dropped
 
     return with_every_gradient(one)
@@ -508,7 +508,7 @@ def test_expert_parallel_is_one_device(name, monkeypatch):
     shape, names, axis, options = EXCHANGES[name]
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", gathered_ragged_all_to_all)
     ((_, results), gradients) = with_every_gradient(sharded(shape, names, axis, options))
-    ((_, expected), expected_gradients) = on_one_device()
+    ((_, expected), expected_gradients) = on_one_device("weight_inputs" in options)
     contract.close(results, expected, 1e-5)
     contract.close(gradients, expected_gradients, 1e-5)
 

@@ -24,7 +24,14 @@ _DEFAULTS = {
 }
 
 COHERE: Mapping[str, Family] = {
-    "cohere": Family("CohereForCausalLM", _KEYS, _FIELDS, _DEFAULTS, fixed={"use_qk_norm": (False,)}, theta=500000.0),
+    "cohere": Family(
+        "CohereForCausalLM",
+        _KEYS,
+        _FIELDS,
+        {**_DEFAULTS, "use_qk_norm": False},
+        choices={"use_qk_norm": ("qk_norm", {False: None, True: "heads"})},
+        theta=500000.0,
+    ),
     "cohere2": Family(
         "Cohere2ForCausalLM",
         {key: field for key, field in _KEYS.items() if key != "head_dim"},

@@ -254,16 +254,23 @@ DENSE: Mapping[str, Family] = {
     "stablelm": Family(
         "StableLmForCausalLM",
         {**_WITHOUT_EPS, **SILU, "layer_norm_eps": "norm_eps", "use_qkv_bias": "attention_bias"},
-        choices={"use_parallel_residual": ("norms", {False: "pre", True: "shared"})},
+        choices={
+            "qk_layernorm": ("qk_norm", {False: None, True: "heads"}),
+            "use_parallel_residual": ("norms", {False: "pre", True: "shared"}),
+        },
         fields={"layer_norm": True, "norm_bias": True, "output_bias": False},
         defaults={
             "num_key_value_heads": 32,
             "layer_norm_eps": 1e-5,
+            "qk_layernorm": False,
             "use_qkv_bias": False,
             "use_parallel_residual": False,
             **tokens(0, 0),
         },
-        fixed={"qk_layernorm": (False,)},
         partial=0.25,
+        tensors={
+            f"{name}_norm": Tensor(PREFIX + f"self_attn.{name[0]}_layernorm.norms.{{expert}}.weight")
+            for name in ("query", "key")
+        },
     ),
 }
