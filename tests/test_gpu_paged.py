@@ -31,7 +31,7 @@ from vishwamai.core.cases import ArrayInit  # noqa: E402
 from vishwamai.core.errors import ShapeError, UnsupportedError  # noqa: E402
 from vishwamai.core.observe import record_plans  # noqa: E402
 from vishwamai.core.target import Target  # noqa: E402
-from vishwamai.core.triton_launch import POINTERS  # noqa: E402
+from vishwamai.core.triton_launch import POINTERS, KernelParameters  # noqa: E402
 from vishwamai.ops.paged_attention import PAGED_ATTENTION  # noqa: E402
 from vishwamai.ops.paged_attention.cases import ForwardCase, tables  # noqa: E402
 from vishwamai.ops.paged_attention.gpu import TRITON, notes, why_not  # noqa: E402
@@ -453,11 +453,12 @@ def test_hopper_code(options):
     walks = [
         (dict(r.launch.constants), code) for r, code in zip(recorded, codes, strict=True) if code.kernel == "attend"
     ]
-    assert [how["DIRECT"] for how, _ in walks] == ([False, True] if options.get("queries", 1) > 1 else [True])
+    assert [how["ITEMS"].DIRECT for how, _ in walks] == ([False, True] if options.get("queries", 1) > 1 else [True])
     for how, code in walks:
-        assert (code.wgmma if how["ROWS"] >= 64 else code.mma) > 0
-        size = how["COLUMNS"] * how["D_TILE"] * (1 if "pages" in options else 4 if "dtype" in options else 2)
-        pools = 1 if "pages" in options or how["LATENT"] else 2
+        assert (code.wgmma if how["TILES"].ROWS >= 64 else code.mma) > 0
+        width = 1 if "pages" in options else 4 if "dtype" in options else 2
+        size = how["TILES"].COLUMNS * how["WIDTHS"].D_TILE * width
+        pools = 1 if "pages" in options or how["WIDTHS"].LATENT else 2
         assert code.copies > 0 and code.wide >= pools * size // (32 * code.warps * 16)
 
 
@@ -546,10 +547,19 @@ def test_the_update_compiles(rotating):
     code = inspect_launch(RecordedLaunch(how, types))
     assert code.kernel == "update" and code.spill == 0
     assert inspect_launch(RecordedLaunch(how, types), "gfx942").registers > 0
-    function, constants = how.kernel.load(), dict(how.constants)
-    fixed = {p.name for p in function.params if p.is_constexpr or constants.get(p.name) in (None, 1)} - dict(
-        types
-    ).keys()
-    signature = {n: dict(types).get(n, "constexpr" if n in fixed else "i32") for n in function.arg_names}
-    values = {(i,): constants.get(n) for i, n in enumerate(function.arg_names) if n in fixed}
+    function, constants, pointers = how.kernel.load(), dict(how.constants), dict(types)
+    constexprs, values = triton_private.constexpr_parameters(function), {}
+
+    def place(path, name):
+        if name in pointers:
+            return pointers[name]
+        if name not in constexprs and constants.get(name) not in (None, 1):
+            return "i32"
+        values[path] = constants.get(name)
+        return "constexpr"
+
+    signature = {
+        name: place((i,), name) if bundle is None else bundle(*(place((i, j), leaf) for j, leaf in enumerate(leaves)))
+        for i, (name, bundle, leaves) in enumerate(KernelParameters.of(how.kernel, how.bundles).entries)
+    }
     assert triton_private.compile_kernel(function, signature, values, (), 90, {}).asm["cubin"]

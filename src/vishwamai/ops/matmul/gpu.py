@@ -13,6 +13,7 @@ from vishwamai.core.spec import array_spec
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, stage_count, warp_count
 from vishwamai.ops.matmul import gpu_gradient, gradient
+from vishwamai.ops.matmul.gpu_arguments import Form, Order, Vectors
 from vishwamai.ops.matmul.gpu_gradient import stride
 from vishwamai.ops.matmul.spec import WRAPS, MatmulSpec, Operands, Outputs
 
@@ -167,7 +168,20 @@ def _matmul(
     out, pre = gpu.launch(
         MATMUL,
         (min(config.num_programs, count),),
-        dict(a_ptr=a, b_ptr=b, bias_ptr=bias, scale_a_ptr=scale_a, scale_b_ptr=scale_b),
+        dict(
+            a_ptr=a,
+            b_ptr=b,
+            vectors=Vectors(
+                bias,
+                scale_a,
+                scale_b,
+                stride(bias, 0),
+                stride(scale_a, 0),
+                stride(scale_a, 1),
+                stride(scale_b, 0),
+                stride(scale_b, 1),
+            ),
+        ),
         dict(out_ptr=out, pre_ptr=out if keep else None),
         warps=config.warps,
         stages=config.stages,
@@ -175,28 +189,17 @@ def _matmul(
         M=m,
         N=n,
         K=k,
-        bias_group=stride(bias, 0),
-        scale_a_group=stride(scale_a, 0),
-        scale_a_row=stride(scale_a, 1),
-        scale_b_group=stride(scale_b, 0),
-        scale_b_column=stride(scale_b, 1),
-        A_GROUPS=a.shape[0],
-        B_GROUPS=b.shape[0],
-        SUMMED=summed,
-        TRANSPOSE_A=transpose_a,
-        TRANSPOSE_B=transpose_b,
+        FORM=Form(a.shape[0], b.shape[0], summed, transpose_a, transpose_b),
         COMPUTE=None if as_they_are else gpu.TritonDtype(_TRITON[compute]),
         ACCUMULATE=gpu.TritonDtype("int32" if integer else "fp32"),
         PRECISION=_PRECISION[spec.precision] if compute == "float32" else None,
         IMPRECISE=min(_EXACT_FP8, config.block_k) if _takes_fp8(of_a, of_b) else None,
         ACTIVATION=activation,
         TMA=_aligned(a.shape[2], of_a) and _aligned(b.shape[2], of_b),
-        PROGRAMS=min(config.num_programs, count),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        SPLIT=config.block_n >= 256,
+        ORDER=Order(min(config.num_programs, count), config.group_m, config.block_n >= 256),
     )
     return out, pre
 

@@ -9,14 +9,13 @@ import triton
 import triton.language as tl
 
 from vishwamai.core.gpu_kernels import activate, load_tile
+from vishwamai.ops.matmul.gpu_arguments import Vectors
 
 
 @triton.jit
 def _finish(
     z,
-    bias_ptr,
-    scale_a_ptr,
-    scale_b_ptr,
+    vectors: Vectors,
     out_ptr,
     pre_ptr,
     group,
@@ -24,11 +23,6 @@ def _finish(
     column,
     M,
     N,
-    bias_group,
-    scale_a_group,
-    scale_a_row,
-    scale_b_group,
-    scale_b_column,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -36,14 +30,17 @@ def _finish(
     """The epilogue of the sums `z` `[ROWS, COLUMNS]` at (row, column)."""
     i = row + tl.arange(0, ROWS)
     j = column + tl.arange(0, COLUMNS)
-    if scale_a_ptr is not None:
-        scale_offsets = scale_a_ptr + group * scale_a_group + i * scale_a_row
+    if vectors.scale_a_ptr is not None:
+        scale_offsets = vectors.scale_a_ptr + group * vectors.scale_a_group + i * vectors.scale_a_row
         z = z * tl.load(scale_offsets, mask=i < M, other=0.0).to(tl.float32)[:, None]
-    if scale_b_ptr is not None:
-        scale_offsets = scale_b_ptr + group * scale_b_group + j * scale_b_column
+    if vectors.scale_b_ptr is not None:
+        scale_offsets = vectors.scale_b_ptr + group * vectors.scale_b_group + j * vectors.scale_b_column
         z = z * tl.load(scale_offsets, mask=j < N, other=0.0).to(tl.float32)[None, :]
-    if bias_ptr is not None:
-        z = z + tl.load(bias_ptr + group * bias_group + j, mask=j < N, other=0.0).to(tl.float32)[None, :]
+    if vectors.bias_ptr is not None:
+        z = (
+            z
+            + tl.load(vectors.bias_ptr + group * vectors.bias_group + j, mask=j < N, other=0.0).to(tl.float32)[None, :]
+        )
     scale_offsets = (group.to(tl.int64) * M + i)[:, None] * N + j[None, :]
     keep = (i < M)[:, None] & (j < N)[None, :]
     if pre_ptr is not None:
@@ -74,37 +71,24 @@ def _halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def matmul(
     a_ptr,
     b_ptr,
-    bias_ptr,
-    scale_a_ptr,
-    scale_b_ptr,
+    vectors: Vectors,
     out_ptr,
     pre_ptr,
     GROUPS,
     M,
     N,
     K,
-    bias_group,
-    scale_a_group,
-    scale_a_row,
-    scale_b_group,
-    scale_b_column,
-    A_GROUPS: tl.constexpr,
-    B_GROUPS: tl.constexpr,
-    SUMMED: tl.constexpr,
-    TRANSPOSE_A: tl.constexpr,
-    TRANSPOSE_B: tl.constexpr,
+    FORM: tl.constexpr,
     COMPUTE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
     IMPRECISE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TMA: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SPLIT: tl.constexpr,
+    ORDER: tl.constexpr,
 ):
     """out `[GROUPS, M, N]` = activation(scale_a * scale_b * (a @ b) + bias); pre, if wanted, holds the activation's
     argument.
@@ -112,6 +96,12 @@ def matmul(
     a is `[A_GROUPS, M, K]`, or `[A_GROUPS, K, M]` if TRANSPOSE_A; b `[B_GROUPS, K, N]` or `[B_GROUPS, N, K]`; a group
     axis of 1 is shared. SUMMED > 1: the products of that many groups are added to one result (GROUPS is 1).
     """
+    A_GROUPS: tl.constexpr = FORM.A_GROUPS
+    B_GROUPS: tl.constexpr = FORM.B_GROUPS
+    SUMMED: tl.constexpr = FORM.SUMMED
+    TRANSPOSE_A: tl.constexpr = FORM.TRANSPOSE_A
+    TRANSPOSE_B: tl.constexpr = FORM.TRANSPOSE_B
+    GROUP_M: tl.constexpr = ORDER.GROUP_M
     a_desc = None
     b_desc = None
     if TRANSPOSE_A:
@@ -135,7 +125,7 @@ def matmul(
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
     per_group = num_m * num_n
-    for tile in tl.range(tl.program_id(0), GROUPS * per_group, PROGRAMS):
+    for tile in tl.range(tl.program_id(0), GROUPS * per_group, ORDER.PROGRAMS):
         group = tile // per_group
         local = tile % per_group
         # GROUP_M rows of tiles are walked column by column, so that the programs at work share tiles of both operands.
@@ -166,19 +156,17 @@ def matmul(
                 a = a.to(COMPUTE)
                 b = b.to(COMPUTE)
             acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE, out_dtype=ACCUMULATE)
-        if SPLIT:
+        if ORDER.SPLIT:
             # By quarters, so that the epilogue of a wide tile needs no more registers than there are.
             left, right = _halves(acc, BLOCK_M, BLOCK_N)
             parts = _halves(left, BLOCK_M, BLOCK_N // 2) + _halves(right, BLOCK_M, BLOCK_N // 2)
         else:
             parts = (acc,)
-        PARTS: tl.constexpr = 4 if SPLIT else 1
+        PARTS: tl.constexpr = 4 if ORDER.SPLIT else 1
         for part in tl.static_range(PARTS):
             _finish(
                 parts[part],
-                bias_ptr,
-                scale_a_ptr,
-                scale_b_ptr,
+                vectors,
                 out_ptr,
                 pre_ptr,
                 group,
@@ -186,11 +174,6 @@ def matmul(
                 column + part * (BLOCK_N // PARTS),
                 M,
                 N,
-                bias_group,
-                scale_a_group,
-                scale_a_row,
-                scale_b_group,
-                scale_b_column,
                 ACTIVATION,
                 BLOCK_M,
                 BLOCK_N // PARTS,

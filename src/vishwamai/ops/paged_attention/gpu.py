@@ -18,7 +18,8 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.qtensor import INT4
 from vishwamai.core.target import Target
 from vishwamai.ops.paged_attention.checks import no_gradient
-from vishwamai.ops.paged_attention.gpu_pools import chunk_of, places_of, strides
+from vishwamai.ops.paged_attention.gpu_arguments import Extents, Items, Scores, Tiles, Widths
+from vishwamai.ops.paged_attention.gpu_pools import chunk_of, pools_of, sequences_of, strides, terms_of
 from vishwamai.ops.paged_attention.gpu_tiles import (
     WIDEST,
     PagedGpuConfig,
@@ -98,22 +99,18 @@ def forward(spec: PagedSpec, config: PagedGpuConfig, operands: Operands) -> tupl
         # Every sequence may leave one block unfilled; and one more may hold what is behind the last.
         items = spec.sequences + 1 + spec.tokens // queries
         out, logsumexp, _ = _attend(
-            spec, operands, long, items, 1, targets, None, QUERIES=queries, DIRECT=False, LEAST=short + 1, SLOTS=0
+            spec, operands, long, items, Items(queries, DIRECT=False, LEAST=short + 1, SLOTS=0, SPLITS=1), targets
         )
         targets = Outputs(gpu.onto(out), None if logsumexp is None else gpu.onto(logsumexp))
         slots = short
-    how = dict(QUERIES=short, DIRECT=True, LEAST=1, SLOTS=slots)
+    how = Items(short, DIRECT=True, LEAST=1, SLOTS=slots, SPLITS=splits)
     items = spec.sequences + (0 if slots else 1)
     if splits == 1:
-        return Outputs(*_attend(spec, operands, tiles, items, 1, targets, None, **how)[:2]), None
+        return Outputs(*_attend(spec, operands, tiles, items, how, targets)[:2]), None
     rows = (splits, spec.batch, slots_of(spec, config), spec.heads)
     partial, lse = (gpu.result(shape, "float32") for shape in ((*rows, spec.value_dim), rows))
-    partial, _, lse = _attend(spec, operands, tiles, items, splits, Outputs(partial), lse, **how)
+    partial, _, lse = _attend(spec, operands, tiles, items, how, Outputs(partial), lse)
     return _combine(spec, operands, splits, slots, partial, lse, targets), None
-
-
-def _batches(operands: Operands, *names: str) -> dict[str, int]:
-    return {f"{name}_batch": 0 if (x := getattr(operands, name)) is None else strides(x)[0] for name in names}
 
 
 def _attend(
@@ -121,68 +118,50 @@ def _attend(
     o: Operands,
     tiles: tuple[int, int, int, int],
     items: int,
-    splits: int,
+    how: Items,
     targets: Outputs,
-    lse: gpu.Result | None,
-    **how: int,
+    lse: gpu.Result | None = None,
 ) -> list[Any]:
     """One launch of the walk over pages: [out, logsumexp or None, the splits' lse or None]."""
     rows, keys, warps, stages = tiles
     heads, head_tiles = heads_of(spec, rows)
     latent = spec.form == "latent"
     rest = spec.head_dim - spec.value_dim if latent else 0
+    k_pool, v_pool, v_start = pools_of(o.k_pages, o.v_pages, spec.form, o.k_scale, o.v_scale)
     return gpu.launch(
         ATTEND,
-        (spec.batch * items * splits * spec.kv_heads * head_tiles,),
+        (spec.batch * items * how.SPLITS * spec.kv_heads * head_tiles,),
         dict(
             query_ptr=o.query,
-            k_ptr=o.k_pages,
-            v_ptr=o.v_pages,
-            kv_lens_ptr=o.kv_lens,
-            page_indices_ptr=o.page_indices,
-            cu_q_lens_ptr=o.cu_q_lens,
-            num_seqs_ptr=o.num_seqs,
-            sinks_ptr=o.sinks if splits == 1 else None,
-            k_scale_ptr=o.k_scale,
-            v_scale_ptr=o.v_scale,
-            slopes_ptr=o.slopes,
-            tree_ptr=o.tree_mask,
+            k_pool=k_pool,
+            v_pool=v_pool,
+            sequences=sequences_of(
+                o.kv_lens, o.page_indices, o.cu_q_lens, o.num_seqs, spec.sequences, spec.pages_per_sequence
+            ),
+            terms=terms_of(spec, o, with_sinks=how.SPLITS == 1),
         ),
         dict(out_ptr=targets.out, logsumexp_ptr=targets.logsumexp, lse_ptr=lse),
         warps=warps,
         stages=stages,
-        batch=spec.batch,
-        tokens=spec.tokens,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_tiles=head_tiles,
-        items=items,
-        sequences=spec.sequences,
-        entries=spec.pages_per_sequence,
-        window=spec.window or 0,
-        **places_of(o.k_pages, o.v_pages, spec.form),
-        **_batches(o, "kv_lens", "page_indices", "cu_q_lens", "num_seqs", "sinks", "k_scale", "v_scale"),
-        **({} if o.slopes is None else _batches(o, "slopes")),
-        **({} if o.tree_mask is None else dict(tree_columns=o.tree_mask.shape[2], **_batches(o, "tree_mask"))),
-        SCALE=spec.scale,
-        SOFTCAP=spec.softcap,
-        WINDOW=spec.window is not None,
-        PRECISION="tf32x3" if spec.operands.query.dtype.itemsize == 4 else None,
-        PAGE=spec.page_size,
-        GROUP=spec.group,
-        HEADS=heads,
-        SPLITS=splits,
-        LATENT=latent,
-        D=spec.head_dim,
-        DV=spec.value_dim,
-        D_TILE=tile_of(spec.value_dim if latent else spec.head_dim),
-        DV_TILE=tile_of(spec.value_dim),
-        REST_TILE=tile_of(rest),
-        ROWS=rows,
-        COLUMNS=keys,
-        CHUNK=chunk_of(spec.sequences),
-        FOUR=spec.operands.k_pages.dtype == INT4,
-        **how,
+        sizes=Extents(spec.batch, spec.tokens, spec.heads, spec.kv_heads, head_tiles, items),
+        v_start=v_start,
+        SCORES=Scores(
+            spec.scale,
+            spec.softcap,
+            spec.window is not None,
+            "tf32x3" if spec.operands.query.dtype.itemsize == 4 else None,
+        ),
+        ITEMS=how,
+        TILES=Tiles(rows, keys, heads, spec.group, spec.page_size, chunk_of(spec.sequences)),
+        WIDTHS=Widths(
+            spec.head_dim,
+            spec.value_dim,
+            tile_of(spec.value_dim if latent else spec.head_dim),
+            tile_of(spec.value_dim),
+            tile_of(rest),
+            latent,
+            spec.operands.k_pages.dtype == INT4,
+        ),
     )
 
 
@@ -197,8 +176,7 @@ def _combine(
         dict(
             partial_ptr=partial,
             lse_ptr=lse,
-            cu_q_lens_ptr=o.cu_q_lens,
-            num_seqs_ptr=o.num_seqs,
+            sequences=sequences_of(None, None, o.cu_q_lens, o.num_seqs, spec.sequences, spec.pages_per_sequence),
             sinks_ptr=o.sinks,
         ),
         dict(out_ptr=targets.out, logsumexp_ptr=targets.logsumexp),
@@ -206,8 +184,7 @@ def _combine(
         batch=spec.batch,
         tokens=spec.tokens,
         heads=spec.heads,
-        sequences=spec.sequences,
-        **_batches(o, "cu_q_lens", "num_seqs", "sinks"),
+        sinks_batch=0 if o.sinks is None else strides(o.sinks)[0],
         SLOTS=slots,
         SPLITS=splits,
         SPLITS_TILE=splits_tile,

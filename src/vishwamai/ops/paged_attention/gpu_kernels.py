@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from vishwamai.core.gpu_kernels import LN2, LOG2E, rounded_product, tanh
+from vishwamai.ops.paged_attention.gpu_arguments import Extents, Pool, Sequences, Terms
 
 
 @triton.jit
@@ -51,72 +52,21 @@ def load_pages(ptr, offsets, rows, FOUR: tl.constexpr, WIDTH: tl.constexpr, TILE
 @triton.jit
 def attend(
     query_ptr,
-    k_ptr,
-    v_ptr,
-    kv_lens_ptr,
-    page_indices_ptr,
-    cu_q_lens_ptr,
-    num_seqs_ptr,
-    sinks_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    slopes_ptr,
-    tree_ptr,
+    k_pool: Pool,
+    v_pool: Pool,
+    sequences: Sequences,
+    terms: Terms,
     out_ptr_init,
     logsumexp_ptr_init,
     out_ptr,
     logsumexp_ptr,
     lse_ptr,
-    batch,
-    tokens,
-    heads,
-    kv_heads,
-    head_tiles,
-    items,
-    sequences,
-    entries,
-    k_batch,
-    k_page,
-    k_token,
-    k_head,
-    v_batch,
-    v_page,
-    v_token,
-    v_head,
+    sizes: Extents,
     v_start,
-    kv_lens_batch,
-    page_indices_batch,
-    cu_q_lens_batch,
-    num_seqs_batch,
-    sinks_batch,
-    k_scale_batch,
-    v_scale_batch,
-    slopes_batch,
-    tree_mask_batch,
-    tree_columns,
-    window,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PAGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    DIRECT: tl.constexpr,
-    LEAST: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LATENT: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_TILE: tl.constexpr,
-    DV_TILE: tl.constexpr,
-    REST_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    FOUR: tl.constexpr,
+    SCORES: tl.constexpr,
+    ITEMS: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTHS: tl.constexpr,
 ):
     """Grid (batch * items * SPLITS * kv_heads * head_tiles,).
 
@@ -128,41 +78,55 @@ def attend(
     `[SPLITS, batch, sequences, SLOTS, heads, (DV)]`; where a split has no key, lse is -inf. One split may write the
     natural logsumexp of the call too, `[batch, tokens, heads]`. FOUR: pages are of 4 bits, and their strides in bytes.
     """
-    PACKED: tl.constexpr = 2 if FOUR else 1
+    QUERIES: tl.constexpr = ITEMS.QUERIES
+    SLOTS: tl.constexpr = ITEMS.SLOTS
+    SPLITS: tl.constexpr = ITEMS.SPLITS
+    ROWS: tl.constexpr = TILES.ROWS
+    COLUMNS: tl.constexpr = TILES.COLUMNS
+    HEADS: tl.constexpr = TILES.HEADS
+    PAGE: tl.constexpr = TILES.PAGE
+    D: tl.constexpr = WIDTHS.D
+    DV: tl.constexpr = WIDTHS.DV
+    DV_TILE: tl.constexpr = WIDTHS.DV_TILE
+    KEY: tl.constexpr = WIDTHS.DV if WIDTHS.LATENT else WIDTHS.D
+    REST: tl.constexpr = WIDTHS.D - WIDTHS.DV if WIDTHS.LATENT else 0
+    PRECISION: tl.constexpr = SCORES.PRECISION
+    SOFTCAP: tl.constexpr = SCORES.SOFTCAP
+    batch, tokens, heads = sizes.batch, sizes.tokens, sizes.heads
     place = tl.program_id(0)
-    tile = place % head_tiles
-    place = place // head_tiles
-    h = place % kv_heads
-    place = place // kv_heads
+    tile = place % sizes.head_tiles
+    place = place // sizes.head_tiles
+    h = place % sizes.kv_heads
+    place = place // sizes.kv_heads
     split = place % SPLITS
     place = place // SPLITS
-    item = items - 1 - place % items  # of a long run the last queries first, which see most
-    b = (place // items).to(tl.int64)
+    item = sizes.items - 1 - place % sizes.items  # of a long run the last queries first, which see most
+    b = (place // sizes.items).to(tl.int64)
 
-    cu_q_lens_ptr += b * cu_q_lens_batch
-    n = tile * 0 + sequences
-    if num_seqs_ptr is not None:
-        n = tl.minimum(n, tl.load(num_seqs_ptr + b * num_seqs_batch))
-    if DIRECT:
-        if (item >= n) & (item < sequences):
+    cu_q_lens_ptr = sequences.cu_q_lens_ptr + b * sequences.cu_q_lens_batch
+    n = tile * 0 + sequences.total
+    if sequences.num_seqs_ptr is not None:
+        n = tl.minimum(n, tl.load(sequences.num_seqs_ptr + b * sequences.num_seqs_batch))
+    if ITEMS.DIRECT:
+        if (item >= n) & (item < sequences.total):
             return
         s = tl.minimum(item, n)
         first = item * 0
     else:
-        s = sequence_of(cu_q_lens_ptr, n, item, QUERIES, True, CHUNK)
+        s = sequence_of(cu_q_lens_ptr, n, item, QUERIES, True, TILES.CHUNK)
         first = (item - s) * QUERIES - tl.load(cu_q_lens_ptr + s) // QUERIES * QUERIES
     start = tl.load(cu_q_lens_ptr + s)
 
     row = tl.arange(0, ROWS)
     head = tile * HEADS + row % HEADS
-    mine = (row < QUERIES * HEADS) & (head < GROUP)
-    head += h * GROUP
+    mine = (row < QUERIES * HEADS) & (head < TILES.GROUP)
+    head += h * TILES.GROUP
     column = tl.arange(0, DV_TILE)
 
     if s >= n:  # tokens of no sequence
         if lse_ptr is None:
             stop = tokens
-            if not DIRECT:
+            if not ITEMS.DIRECT:
                 stop = tl.minimum(tokens, start + first + QUERIES)
             for t in tl.range(start + first, stop, QUERIES):
                 token = t + row // HEADS
@@ -176,17 +140,17 @@ def attend(
         return
 
     length = tl.load(cu_q_lens_ptr + s + 1) - start
-    if (first >= length) | (length < LEAST):
+    if (first >= length) | (length < ITEMS.LEAST):
         return
     if SLOTS:
         if length > SLOTS:
             return
-    kv_len = tl.load(kv_lens_ptr + b * kv_lens_batch + s)
+    kv_len = tl.load(sequences.kv_lens_ptr + b * sequences.kv_lens_batch + s)
     begin = kv_len - length + first  # position of the item's first query
-    end = tl.minimum(begin + tl.minimum(QUERIES, length - first), tl.minimum(kv_len, entries * PAGE))
+    end = tl.minimum(begin + tl.minimum(QUERIES, length - first), tl.minimum(kv_len, sequences.entries * PAGE))
     low = n * 0
-    if WINDOW:
-        low = tl.maximum(begin - window, 0) // COLUMNS * COLUMNS
+    if SCORES.WINDOW:
+        low = tl.maximum(begin - terms.window, 0) // COLUMNS * COLUMNS
     if SPLITS > 1:
         share = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), COLUMNS), SPLITS) * COLUMNS
         low += split * share
@@ -196,27 +160,29 @@ def attend(
     token = start + query
     mine = mine & (query < length) & (token < tokens)
     offsets = (b * tokens + token) * heads + head
-    q = load_rows(query_ptr, offsets * D, mine, DV if LATENT else D, D_TILE)
+    q = load_rows(query_ptr, offsets * D, mine, KEY, WIDTHS.D_TILE)
     PRECISE: tl.constexpr = q.dtype == tl.float32
-    scale = SCALE
-    if k_scale_ptr is not None:
-        scale = scale * tl.load(k_scale_ptr + b * k_scale_batch + h)
-    k_ptr += b * k_batch + h.to(tl.int64) * k_head
-    if LATENT:
-        if D > DV:
-            q_rest = load_rows(query_ptr + DV, offsets * D, mine, D - DV, REST_TILE)
-    elif v_ptr is None:
+    scale = SCORES.SCALE
+    if k_pool.scale_ptr is not None:
+        scale = scale * tl.load(k_pool.scale_ptr + b * k_pool.scale_batch + h)
+    k_ptr = k_pool.ptr + b * k_pool.batch + h.to(tl.int64) * k_pool.head
+    if WIDTHS.LATENT:
+        if REST > 0:
+            q_rest = load_rows(query_ptr + DV, offsets * D, mine, REST, WIDTHS.REST_TILE)
+    elif v_pool.ptr is None:
         v_ptr = k_ptr + v_start
     else:
-        v_ptr += b * v_batch + h.to(tl.int64) * v_head
-    page_indices_ptr += b * page_indices_batch + s.to(tl.int64) * entries
+        v_ptr = v_pool.ptr + b * v_pool.batch + h.to(tl.int64) * v_pool.head
+    page_indices_ptr = (
+        sequences.page_indices_ptr + b * sequences.page_indices_batch + s.to(tl.int64) * sequences.entries
+    )
     position = (begin + row // HEADS)[:, None]
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + b * slopes_batch + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
-    if tree_ptr is not None:
+    if terms.slopes_ptr is not None:
+        slope = tl.load(terms.slopes_ptr + b * terms.slopes_batch + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
+    if terms.tree_ptr is not None:
         first_new = kv_len - length
-        tree_ptr += b * tree_mask_batch
-        tree_row = token * tree_columns  # below 2^31, which `why_not` sees to
+        tree_ptr = terms.tree_ptr + b * terms.tree_batch
+        tree_row = token * terms.tree_columns  # below 2^31, which `why_not` sees to
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_TILE], tl.float32)
@@ -230,31 +196,33 @@ def attend(
         else:
             page = tl.load(page_indices_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
             slot = key % PAGE
-        where = page * k_page + slot.to(tl.int64) * k_token
+        where = page * k_pool.page + slot.to(tl.int64) * k_pool.token
         # What is not live may hold anything, NaN included: it is never loaded.
-        k = load_pages(k_ptr, where, live, FOUR, DV if LATENT else D, D_TILE).to(q.dtype)
+        k = load_pages(k_ptr, where, live, WIDTHS.FOUR, KEY, WIDTHS.D_TILE).to(q.dtype)
         product = tl.dot(q, k.T, input_precision=PRECISION)
-        if LATENT:
+        if WIDTHS.LATENT:
             v = k
-            if D > DV:
-                k_rest = load_pages(k_ptr + DV // PACKED, where, live, FOUR, D - DV, REST_TILE).to(q.dtype)
+            if REST > 0:
+                k_rest = load_pages(
+                    k_ptr + (DV // 2 if WIDTHS.FOUR else DV), where, live, WIDTHS.FOUR, REST, WIDTHS.REST_TILE
+                ).to(q.dtype)
                 product = tl.dot(q_rest, k_rest.T, product, input_precision=PRECISION)
         else:
-            v_where = page * v_page + slot.to(tl.int64) * v_token
-            v = load_pages(v_ptr, v_where, live, FOUR, DV, DV_TILE).to(q.dtype)
+            v_where = page * v_pool.page + slot.to(tl.int64) * v_pool.token
+            v = load_pages(v_ptr, v_where, live, WIDTHS.FOUR, DV, DV_TILE).to(q.dtype)
         if SOFTCAP is not None:
             x = SOFTCAP * LOG2E * tanh(product * (scale * (1.0 / SOFTCAP)), PRECISE)
         else:
             x = rounded_product(product, scale * LOG2E)
-        if slopes_ptr is not None:
+        if terms.slopes_ptr is not None:
             x -= slope[:, None] * (position - key[None, :]).to(tl.float32)
         seen = live[None, :] & (key[None, :] <= position)
-        if WINDOW:
-            seen = seen & (key[None, :] >= position - window)
-        if tree_ptr is not None:
-            if (j + COLUMNS > first_new) & (j < first_new + tree_columns):
+        if SCORES.WINDOW:
+            seen = seen & (key[None, :] >= position - terms.window)
+        if terms.tree_ptr is not None:
+            if (j + COLUMNS > first_new) & (j < first_new + terms.tree_columns):
                 new = (key - first_new)[None, :]
-                among = mine[:, None] & (new >= 0) & (new < tree_columns)
+                among = mine[:, None] & (new >= 0) & (new < terms.tree_columns)
                 seen = seen & (tl.load(tree_ptr + (tree_row[:, None] + new), mask=among, other=1) != 0)
         x = tl.where(seen, x, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, 1))
@@ -266,8 +234,8 @@ def attend(
         m = m_new
 
     if lse_ptr is None:
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + b * sinks_batch + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
+        if terms.sinks_ptr is not None:
+            sink = tl.load(terms.sinks_ptr + b * terms.sinks_batch + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
             m_new = tl.maximum(m, sink)
             m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key, and a sink without weight
             alpha = tl.exp2(m - m_ref)
@@ -277,13 +245,13 @@ def attend(
     if logsumexp_ptr is not None:
         tl.store(logsumexp_ptr + offsets, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN2), mask=mine)
     factor = 1.0 / tl.where(l == 0.0, 1.0, l)
-    if v_scale_ptr is not None:
-        factor *= tl.load(v_scale_ptr + b * v_scale_batch + h)
+    if v_pool.scale_ptr is not None:
+        factor *= tl.load(v_pool.scale_ptr + b * v_pool.scale_batch + h)
     acc *= factor[:, None]
     if lse_ptr is not None:
         if SLOTS:
-            offsets = ((b * sequences + s) * SLOTS + query) * heads + head
-            offsets += split.to(tl.int64) * batch * sequences * SLOTS * heads
+            offsets = ((b * sequences.total + s) * SLOTS + query) * heads + head
+            offsets += split.to(tl.int64) * batch * sequences.total * SLOTS * heads
         else:
             offsets += split.to(tl.int64) * batch * tokens * heads
         tl.store(lse_ptr + offsets, tl.where(l == 0.0, float("-inf"), m + tl.log2(l)), mask=mine)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from vishwamai.core.gpu_kernels import LN2, LOG2E
+from vishwamai.ops.paged_attention.gpu_arguments import Sequences
 from vishwamai.ops.paged_attention.gpu_kernels import load_rows
 
 
@@ -14,8 +15,7 @@ from vishwamai.ops.paged_attention.gpu_kernels import load_rows
 def combine(
     partial_ptr,
     lse_ptr,
-    cu_q_lens_ptr,
-    num_seqs_ptr,
+    sequences: Sequences,
     sinks_ptr,
     out_ptr_init,
     logsumexp_ptr_init,
@@ -24,9 +24,6 @@ def combine(
     batch,
     tokens,
     heads,
-    sequences,
-    cu_q_lens_batch,
-    num_seqs_batch,
     sinks_batch,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -47,24 +44,24 @@ def combine(
     stride = (index * 0 + batch) * tokens * heads
     b = index // heads // tokens
     if SLOTS:
-        stride = (index * 0 + batch) * sequences * SLOTS * heads
-        b = index // heads // SLOTS // sequences
-    n = head * 0 + sequences
-    if num_seqs_ptr is not None:
-        n = tl.minimum(n, tl.load(num_seqs_ptr + b * num_seqs_batch))
+        stride = (index * 0 + batch) * sequences.total * SLOTS * heads
+        b = index // heads // SLOTS // sequences.total
+    n = head * 0 + sequences.total
+    if sequences.num_seqs_ptr is not None:
+        n = tl.minimum(n, tl.load(sequences.num_seqs_ptr + b * sequences.num_seqs_batch))
     if SLOTS:
-        s = index // heads // SLOTS % sequences
+        s = index // heads // SLOTS % sequences.total
         query = index // heads % SLOTS
         if s >= n:
             return
-        start = tl.load(cu_q_lens_ptr + b * cu_q_lens_batch + s)
-        length = tl.load(cu_q_lens_ptr + b * cu_q_lens_batch + s + 1) - start
+        start = tl.load(sequences.cu_q_lens_ptr + b * sequences.cu_q_lens_batch + s)
+        length = tl.load(sequences.cu_q_lens_ptr + b * sequences.cu_q_lens_batch + s + 1) - start
         if (query >= length) | (length > SLOTS):
             return
         token = start + query
         inside = token < tokens
     else:
-        inside = token < tl.load(cu_q_lens_ptr + b * cu_q_lens_batch + n)
+        inside = token < tl.load(sequences.cu_q_lens_ptr + b * sequences.cu_q_lens_batch + n)
     column = tl.arange(0, DV_TILE)
     i = tl.arange(0, SPLITS_TILE)
     lse = tl.load(lse_ptr + i * stride + index, mask=inside & (i < SPLITS), other=float("-inf"))

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from vishwamai.ops.paged_attention.gpu_arguments import Pool, Sequences
 from vishwamai.ops.paged_attention.gpu_kernels import load_rows, sequence_of
 
 
@@ -61,41 +62,23 @@ def _turned(
 
 @triton.jit
 def update(
-    k_ptr,
-    v_ptr,
+    k_pool: Pool,
+    v_pool: Pool,
     key_ptr,
     value_ptr,
-    kv_lens_ptr,
-    page_indices_ptr,
-    cu_q_lens_ptr,
-    num_seqs_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
+    sequences: Sequences,
     cos_ptr,
     sin_ptr,
-    sequences,
-    entries,
     pages,
     kv_heads,
     positions,
-    k_page,
-    k_token,
-    k_head,
-    v_page,
-    v_token,
-    v_head,
     v_start,
     PAGE: tl.constexpr,
     K: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_TILE: tl.constexpr,
-    DV_TILE: tl.constexpr,
+    WIDTHS: tl.constexpr,
     HEADS: tl.constexpr,
     MOST: tl.constexpr,
-    PAIRS: tl.constexpr,
-    FIRST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    TURN: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Grid (tokens, cdiv(kv_heads, HEADS)): rows `[tokens, kv_heads, K]` of keys, and of values, to their places in the
@@ -105,16 +88,16 @@ def update(
     key are turned by its position, and rounded, before it is scaled.
     """
     token = tl.program_id(0)
-    n = token * 0 + sequences
-    if num_seqs_ptr is not None:
-        n = tl.minimum(n, tl.load(num_seqs_ptr))
-    s = sequence_of(cu_q_lens_ptr, n, token, 1, False, CHUNK)
+    n = token * 0 + sequences.total
+    if sequences.num_seqs_ptr is not None:
+        n = tl.minimum(n, tl.load(sequences.num_seqs_ptr))
+    s = sequence_of(sequences.cu_q_lens_ptr, n, token, 1, False, CHUNK)
     if s >= n:
         return
-    position = tl.load(kv_lens_ptr + s) - tl.load(cu_q_lens_ptr + s + 1) + token
-    if position < 0 or position // PAGE >= entries:
+    position = tl.load(sequences.kv_lens_ptr + s) - tl.load(sequences.cu_q_lens_ptr + s + 1) + token
+    if position < 0 or position // PAGE >= sequences.entries:
         return
-    page = tl.load(page_indices_ptr + s.to(tl.int64) * entries + position // PAGE).to(tl.int64)
+    page = tl.load(sequences.page_indices_ptr + s.to(tl.int64) * sequences.entries + position // PAGE).to(tl.int64)
     if page < 0 or page >= pages:
         return
     slot = position % PAGE
@@ -122,9 +105,9 @@ def update(
     mine = head < kv_heads
     head = tl.where(mine, head, 0).to(tl.int64)
     from_row = token.to(tl.int64) * kv_heads + head
-    column = tl.arange(0, D_TILE)
-    x = load_rows(key_ptr, from_row * K, mine, K, D_TILE)
-    if PAIRS > 0:
+    column = tl.arange(0, WIDTHS.D_TILE)
+    x = load_rows(key_ptr, from_row * K, mine, K, WIDTHS.D_TILE)
+    if TURN.PAIRS > 0:
         x = _turned(
             x,
             key_ptr,
@@ -134,22 +117,24 @@ def update(
             sin_ptr,
             position,
             positions,
-            PAIRS,
-            FIRST,
-            INTERLEAVED,
-            D_TILE,
+            TURN.PAIRS,
+            TURN.FIRST,
+            TURN.INTERLEAVED,
+            WIDTHS.D_TILE,
         )
-    offsets = page * k_page + slot * k_token + head * k_head
-    x = _stored(x, k_scale_ptr, head, k_ptr.dtype.element_ty, MOST)
-    tl.store(k_ptr + offsets[:, None] + column[None, :], x, mask=mine[:, None] & (column < D)[None, :])
+    offsets = page * k_pool.page + slot * k_pool.token + head * k_pool.head
+    x = _stored(x, k_pool.scale_ptr, head, k_pool.ptr.dtype.element_ty, MOST)
+    tl.store(k_pool.ptr + offsets[:, None] + column[None, :], x, mask=mine[:, None] & (column < WIDTHS.D)[None, :])
     if value_ptr is not None:
-        if v_ptr is None:
-            v_ptr = k_ptr + v_start
-        column = tl.arange(0, DV_TILE)
-        x = load_rows(value_ptr, from_row * DV, mine, DV, DV_TILE)
-        offsets = page * v_page + slot * v_token + head * v_head
-        x = _stored(x, v_scale_ptr, head, k_ptr.dtype.element_ty, MOST)
-        tl.store(v_ptr + offsets[:, None] + column[None, :], x, mask=mine[:, None] & (column < DV)[None, :])
+        if v_pool.ptr is None:
+            v_ptr = k_pool.ptr + v_start
+        else:
+            v_ptr = v_pool.ptr
+        column = tl.arange(0, WIDTHS.DV_TILE)
+        x = load_rows(value_ptr, from_row * WIDTHS.DV, mine, WIDTHS.DV, WIDTHS.DV_TILE)
+        offsets = page * v_pool.page + slot * v_pool.token + head * v_pool.head
+        x = _stored(x, v_pool.scale_ptr, head, k_pool.ptr.dtype.element_ty, MOST)
+        tl.store(v_ptr + offsets[:, None] + column[None, :], x, mask=mine[:, None] & (column < WIDTHS.DV)[None, :])
 
 
 @triton.jit

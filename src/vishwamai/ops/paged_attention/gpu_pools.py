@@ -8,6 +8,8 @@ from typing import Any
 from vishwamai.core import gpu
 from vishwamai.core.qtensor import INT4
 from vishwamai.core.spec import array_spec
+from vishwamai.ops.paged_attention.gpu_arguments import Pool, Sequences, Terms
+from vishwamai.ops.paged_attention.spec import Operands, PagedSpec
 
 _CHUNK = 1024
 """Sequences that a block is looked up among at once."""
@@ -22,16 +24,36 @@ def strides(x: Any) -> tuple[int, ...]:
     return (0 if x.shape[0] == 1 else strides[0], *strides[1:])
 
 
-def places_of(k_pages: Any, v_pages: Any, form: str) -> dict[str, int]:
-    """Where a head's keys and values lie in the pools, in elements; of int4 in bytes."""
+def _batch(x: Any) -> int:
+    """Stride of the batch axis; 0 without an array, or where it is shared."""
+    return 0 if x is None else strides(x)[0]
+
+
+def pools_of(k_pages: Any, v_pages: Any, form: str, k_scale: Any, v_scale: Any) -> tuple[Pool, Pool, int]:
+    """The pools of keys and values, and where a head's values begin after its keys, for pages that have both."""
     k, step = strides(k_pages), 2 if form == "combined" else 1
     row = 0 if form == "latent" else k[3]
     v = k if v_pages is None else strides(v_pages)
-    places = dict(k_batch=k[0], k_page=k[1], k_token=k[2], k_head=step * row)
-    places |= dict(v_batch=v[0], v_page=v[1], v_token=v[2], v_head=step * row if v_pages is None else v[3])
-    places |= dict(v_start=row if form == "combined" else 0)
+    v_head = step * row if v_pages is None else v[3]
     per_byte = 2 if array_spec(k_pages).dtype == INT4 else 1
-    return {name: n // per_byte for name, n in places.items()}
+    k_places = (n // per_byte for n in (*k[:3], step * row))
+    v_places = (n // per_byte for n in (*v[:3], v_head))
+    k_pool = Pool._make((k_pages, k_scale, *k_places, _batch(k_scale)))
+    v_pool = Pool._make((v_pages, v_scale, *v_places, _batch(v_scale)))
+    return k_pool, v_pool, row // per_byte if form == "combined" else 0
+
+
+def sequences_of(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, total: int, entries: int) -> Sequences:
+    """Lengths and pages of each sequence; None for what a kernel does not read."""
+    arrays = kv_lens, page_indices, cu_q_lens, num_seqs
+    return Sequences._make((*arrays, *map(_batch, arrays), total, entries))
+
+
+def terms_of(spec: PagedSpec, operands: Operands, with_sinks: bool) -> Terms:
+    """What changes the logits of a call; the sinks count once where its keys are split."""
+    arrays = operands.sinks if with_sinks else None, operands.slopes, operands.tree_mask
+    columns = 0 if operands.tree_mask is None else operands.tree_mask.shape[2]
+    return Terms._make((*arrays, *map(_batch, arrays), columns, spec.window or 0))
 
 
 def chunk_of(sequences: int) -> int:

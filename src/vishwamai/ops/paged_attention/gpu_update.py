@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from vishwamai.core import gpu
 from vishwamai.core.qtensor import INT4
 from vishwamai.core.spec import array_spec
-from vishwamai.ops.paged_attention.gpu_pools import chunk_of, places_of
+from vishwamai.ops.paged_attention.gpu_arguments import Turn, Widths
+from vishwamai.ops.paged_attention.gpu_pools import chunk_of, pools_of, sequences_of
 from vishwamai.ops.paged_attention.gpu_tiles import tile_of
 
 UPDATE = gpu.TritonKernel("vishwamai.ops.paged_attention.gpu_kernels_update", "update")
@@ -74,7 +75,7 @@ def update(
     columns, value_columns = page.shape[-1], 0 if value is None else value.shape[-1]
     tile, value_tile = tile_of(columns), tile_of(max(1, value_columns))
     heads = max(1, min(gpu.next_power_of_2(kv_heads), 4096 // max(tile, value_tile)))
-    places = places_of(k_pages, v_pages, form)
+    k_pool, v_pool, v_start = pools_of(k_pages, v_pages, form, k_scale, v_scale)
     pairs = 0 if cos is None else cos.shape[1]
     largest = None
     if page.dtype.itemsize == 1:
@@ -83,36 +84,24 @@ def update(
         UPDATE,
         (key.shape[0], gpu.cdiv(kv_heads, heads)),
         dict(
-            k_ptr=k_pages,
-            v_ptr=v_pages,
+            k_pool=k_pool,
+            v_pool=v_pool,
             key_ptr=key,
             value_ptr=value,
-            kv_lens_ptr=kv_lens,
-            page_indices_ptr=page_indices,
-            cu_q_lens_ptr=cu_q_lens,
-            num_seqs_ptr=num_seqs,
-            k_scale_ptr=k_scale,
-            v_scale_ptr=v_scale,
+            sequences=sequences_of(kv_lens, page_indices, cu_q_lens, num_seqs, *page_indices.shape),
             cos_ptr=cos,
             sin_ptr=sin,
         ),
         {},
-        sequences=page_indices.shape[0],
-        entries=page_indices.shape[1],
         pages=page.shape[1],
         kv_heads=kv_heads,
         positions=0 if cos is None else cos.shape[0],
-        **{name: n for name, n in places.items() if not name.endswith("batch")},
+        v_start=v_start,
         PAGE=page.shape[2],
         K=key.shape[-1],
-        D=columns,
-        DV=value_columns,
-        D_TILE=tile,
-        DV_TILE=value_tile,
+        WIDTHS=Widths(columns, value_columns, tile, value_tile),
         HEADS=heads,
         MOST=largest,
-        PAIRS=pairs,
-        FIRST=key.shape[-1] - 2 * pairs if form == "latent" else 0,
-        INTERLEAVED=interleaved,
+        TURN=Turn(pairs, key.shape[-1] - 2 * pairs if form == "latent" else 0, interleaved),
         CHUNK=chunk_of(page_indices.shape[0]),
     )

@@ -16,6 +16,7 @@ from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, warp_count
+from vishwamai.ops.rope.gpu_arguments import Heads
 from vishwamai.ops.rope.reference import table_gradients
 from vishwamai.ops.rope.spec import Operands, Outputs, RopeSpec
 
@@ -66,14 +67,23 @@ def heuristic(spec: RopeSpec, target: Target) -> RopeGpuConfig:
     return RopeGpuConfig(rows, gpu.cdiv(heads, groups), 4 if rows * pairs >= 512 else 1)
 
 
-def _strides(spec: RopeSpec, prefix: str, x: Any) -> dict[str, int]:
-    """A tensor's own strides; JAX arrays, results and shapes have those of contiguous ones."""
+def _strides(spec: RopeSpec, x: Any) -> tuple[int, int, int]:
+    """Strides of batch, head and position: a tensor's own; JAX arrays, results and shapes have those of contiguous
+    ones.
+    """
     strides = [math.prod(x.shape[axis + 1 :]) for axis in range(3)]
     if gpu.framework(x) == "torch":
-        strides = list(x.stride()[:3])
-    head = 1 if spec.layout == "bhsd" else 2
-    names = ("batch", "head", "position") if head == 1 else ("batch", "position", "head")
-    return {f"{prefix}_{name}_stride": int(stride) for name, stride in zip(names, strides, strict=True)}
+        strides = [int(stride) for stride in x.stride()[:3]]
+    batch, *rest = strides
+    head, position = rest if spec.layout == "bhsd" else reversed(rest)
+    return batch, head, position
+
+
+def _heads(spec: RopeSpec, x: Any, out: Any, groups: int) -> Heads:
+    """The heads of the query, or of the key where there is one."""
+    if x is None:
+        return Heads(0, 0, *(0,) * 6)
+    return Heads(spec.heads(x), gpu.cdiv(spec.heads(x), groups), *_strides(spec, x), *_strides(spec, out))
 
 
 def _turn(spec: RopeSpec, config: RopeGpuConfig, arrays: Any, cos: Any, sin: Any, back: bool) -> list[Any]:
@@ -82,11 +92,6 @@ def _turn(spec: RopeSpec, config: RopeGpuConfig, arrays: Any, cos: Any, sin: Any
     groups, blocks = gpu.cdiv(heads, config.heads), gpu.cdiv(spec.positions, rows)
     rest = spec.head_dim - 2 * spec.pairs
     outputs = [None if x is None else gpu.result(x.shape, spec.operands.query.dtype) for x in arrays]
-    strides: dict[str, int] = {}
-    for name, x, out in (("query", query, outputs[0]), ("key", key, outputs[1])):
-        # An absent key's strides are never used.
-        strides |= _strides(spec, name, query if x is None else x)
-        strides |= _strides(spec, f"{name}_out", query if out is None else out)
     return gpu.launch(
         TURN,
         (spec.batch * blocks, groups),
@@ -98,16 +103,13 @@ def _turn(spec: RopeSpec, config: RopeGpuConfig, arrays: Any, cos: Any, sin: Any
         features=spec.head_dim,
         blocks=blocks,
         table_batch=0 if cos.shape[0] == 1 else spec.positions * spec.pairs,
-        query_heads=heads,
-        query_share=config.heads,
-        key_heads=0 if key is None else spec.heads(key),
-        key_share=0 if key is None else gpu.cdiv(spec.heads(key), groups),
+        query=_heads(spec, query, outputs[0], groups)._replace(share=config.heads),
+        key=_heads(spec, key, outputs[1], groups),
         BACK=back,
         INTERLEAVED=spec.interleaved,
         ROWS=rows,
         PAIRS=gpu.next_power_of_2(spec.pairs),
         REST=gpu.next_power_of_2(rest) if rest else 0,
-        **strides,
     )
 
 

@@ -6,6 +6,8 @@ A program reads the angles of a few positions once and turns several heads of th
 import triton
 import triton.language as tl
 
+from vishwamai.ops.rope.gpu_arguments import Heads
+
 
 @triton.jit
 def _head(
@@ -63,30 +65,16 @@ def turn(
     features,
     blocks,
     table_batch,
-    query_heads,
-    query_share,
-    query_batch_stride,
-    query_head_stride,
-    query_position_stride,
-    query_out_batch_stride,
-    query_out_head_stride,
-    query_out_position_stride,
-    key_heads,
-    key_share,
-    key_batch_stride,
-    key_head_stride,
-    key_position_stride,
-    key_out_batch_stride,
-    key_out_head_stride,
-    key_out_position_stride,
+    query: Heads,
+    key: Heads,
     BACK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Grid (batch * blocks, groups of heads): each takes ROWS positions of `query_share` heads of the query and
-    `key_share` of the key.
+    """Grid (batch * blocks, groups of heads): each takes ROWS positions of `query.share` heads of the query and
+    `key.share` of the key.
 
     Tables are `[batch or 1, positions, pairs]`, `table_batch` their stride (0 where shared); BACK turns the other way.
     """
@@ -103,20 +91,20 @@ def turn(
     sin = tl.load(sin_ptr + table, mask=inside, other=0.0).to(tl.float32)
     if BACK:
         sin = -sin
-    x_row = batch * query_batch_stride + row * query_position_stride
-    y_row = batch * query_out_batch_stride + row * query_out_position_stride
-    for head in tl.range(group * query_share, tl.minimum(query_heads, (group + 1) * query_share)):
-        x_start = x_row + tl.cast(head, tl.int64) * query_head_stride
-        y_start = y_row + tl.cast(head, tl.int64) * query_out_head_stride
+    x_row = batch * query.batch + row * query.position
+    y_row = batch * query.out_batch + row * query.out_position
+    for head in tl.range(group * query.share, tl.minimum(query.total, (group + 1) * query.share)):
+        x_start = x_row + tl.cast(head, tl.int64) * query.head
+        y_start = y_row + tl.cast(head, tl.int64) * query.out_head
         _head(
             query_ptr, query_out_ptr, x_start, y_start, keep, cos, sin, pairs, features, INTERLEAVED, ROWS, PAIRS, REST
         )
     if key_ptr is not None:
-        x_row = batch * key_batch_stride + row * key_position_stride
-        y_row = batch * key_out_batch_stride + row * key_out_position_stride
-        for head in tl.range(group * key_share, tl.minimum(key_heads, (group + 1) * key_share)):
-            x_start = x_row + tl.cast(head, tl.int64) * key_head_stride
-            y_start = y_row + tl.cast(head, tl.int64) * key_out_head_stride
+        x_row = batch * key.batch + row * key.position
+        y_row = batch * key.out_batch + row * key.out_position
+        for head in tl.range(group * key.share, tl.minimum(key.total, (group + 1) * key.share)):
+            x_start = x_row + tl.cast(head, tl.int64) * key.head
+            y_start = y_row + tl.cast(head, tl.int64) * key.out_head
             _head(
                 key_ptr, key_out_ptr, x_start, y_start, keep, cos, sin, pairs, features, INTERLEAVED, ROWS, PAIRS, REST
             )
