@@ -10,9 +10,10 @@ import tokenizers
 import torch
 import transformers
 from sentence_transformers.sentence_transformer import modules
+from starlette.testclient import TestClient
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.inference import plan_load
+from vishwamai.inference import Embedder, Settings, make_app, plan_load
 from vishwamai.models import SentenceEncoder, minilm
 from vishwamai.models.cross_encoder import CrossEncoder
 from vishwamai.models.encoders import is_cross_encoder, is_encoder
@@ -125,6 +126,47 @@ def test_scores_are_those_of_transformers(family, activation, tmp_path):
     theirs = st.CrossEncoder(str(tmp_path), device="cpu")
     long = [("a " * 30, "b " * 50), ("c " * 3, "d " * 60)]
     np.testing.assert_allclose(ours.score(long), theirs.predict(long), atol=2e-5, rtol=2e-5)
+
+
+def test_pairs_are_ranked_by_http(tmp_path):
+    write(tmp_path, "bert", "ForSequenceClassification", num_labels=1)
+    encoder = CrossEncoder.from_pretrained(tmp_path)
+    texts = [b for _, b in PAIRS]
+    expected = encoder.score([("a b c", text) for text in texts])
+    app = make_app(None, Settings("judge"), Embedder.of_cross_encoder(encoder))
+    with TestClient(app) as client:
+        answer = client.post("/v1/rerank", json={"query": "a b c", "documents": texts, "top_n": 2}).json()
+        order = np.argsort(-expected)[:2]
+        assert [result["index"] for result in answer["results"]] == order.tolist()
+        values = [result["relevance_score"] for result in answer["results"]]
+        np.testing.assert_allclose(values, expected[order], rtol=1e-5)
+        long = {"text_1": "a b c", "text_2": ["b " * 60, *texts]}
+        declined = client.post("/v1/score", json=long)
+        assert declined.status_code == 400 and "pair 0 has 66 tokens, but the model takes 40" in declined.text
+        cut = client.post("/v1/score", json={**long, "truncate_prompt_tokens": -1}).json()
+        np.testing.assert_allclose([entry["score"] for entry in cut["data"][1:]], expected, rtol=1e-5)
+        assert client.post("/v1/embeddings", json={"input": "a"}).json()["error"]["param"] == "model"
+
+
+def test_prompts_by_http(tmp_path):
+    write(tmp_path, "bert")
+    prompts = {"prompts": {"query": "a b ", "passage": "c "}, "default_prompt_name": None}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    encoder = SentenceEncoder.from_pretrained(tmp_path)
+    with TestClient(make_app(None, Settings("vectors"), Embedder.of_encoder(encoder))) as client:
+
+        def vector(**options):
+            return client.post("/v1/embeddings", json={"input": "d e", **options}).json()["data"][0]["embedding"]
+
+        np.testing.assert_allclose(vector(), encoder.embed(["d e"])[0], atol=1e-5)
+        query = encoder.embed(["d e"], prompt_name="query")[0]
+        np.testing.assert_allclose(vector(prompt_name="query"), query, atol=1e-5)
+        other = client.post("/v1/embeddings", json={"input": "a", "prompt_name": "other"})
+        assert other.status_code == 400 and "'query', 'passage'" in other.text
+        score = client.post("/v1/score", json={"text_1": "d e", "text_2": "f"}).json()["data"][0]["score"]
+        passage = encoder.embed(["f"], prompt_name="passage")[0]
+        cosine = query @ passage / np.linalg.norm(query) / np.linalg.norm(passage)
+        assert abs(score - cosine) < 1e-5
 
 
 def test_what_is_not_computed_is_named(tmp_path):

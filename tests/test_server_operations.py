@@ -21,6 +21,7 @@ from vishwamai.cli.certificates import check_certificate
 from vishwamai.cli.function import CommandError
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference import Settings, make_app, plan_load
+from vishwamai.inference.processors import imported
 from vishwamai.inference.server.budgets import Budget, Key
 from vishwamai.inference.server.vllm_names import ABSENT, NAMES
 
@@ -102,6 +103,41 @@ def test_a_prompt_is_cut_to_its_last_tokens(address):
     cut = complete(address, "sk-free", prompt=ids, truncate_prompt_tokens=4, temperature=0).json()
     short = complete(address, "sk-free", prompt=ids[-4:], temperature=0).json()
     assert cut["choices"][0]["text"] == short["choices"][0]["text"] and cut["usage"]["prompt_tokens"] == 4
+
+
+def even_alone(**options):
+    """A processor that a server may be started with: every second token is barred."""
+    return lambda tokens: range(1, options.get("below", 262), 2)
+
+
+def test_processors_by_name(engine):
+    settings = Settings("tiny", processors=dict([imported(f"even={__name__}:even_alone")]))
+    with serving(engine, settings) as address:
+
+        def tokens(*processors, **options):
+            body = {"logits_processors": processors, "return_token_ids": True, "temperature": 0, "max_tokens": 24}
+            answer = complete(address, "any", **body, **options).json()
+            return answer["choices"][0]["token_ids"] if "choices" in answer else answer["error"]
+
+        size = 2
+        ids = tokens({"qualname": "no_repeat_ngram", "kwargs": {"size": size}})
+        pairs = list(zip(ids, ids[1:]))
+        assert len(ids) == 24 and len(set(pairs)) == len(pairs)
+        plain = tokens()
+        assert len(set(zip(plain, plain[1:]))) < 23  # which greedy answers of this model repeat
+        assert all(id % 2 == 0 for id in tokens("even")) and not all(id % 2 == 0 for id in plain)
+        both = tokens("even", {"name": "no_repeat_ngram", "kwargs": {"size": 1}}, bad_words=["a"])
+        assert len(set(both)) == 24 and all(id % 2 == 0 for id in both)
+        for processor, text in (
+            ("other", "the processors of this server are no_repeat_ngram, even"),
+            ({"name": "no_repeat_ngram", "kwargs": {"size": 0}}, "`size` is 0"),
+            ({"name": "no_repeat_ngram", "kwargs": {"length": 3}}, "unexpected keyword argument 'length'"),
+        ):
+            error = tokens(processor)
+            assert text in error["message"] and error["param"] == "logits_processors"
+    for text in ("even", "a=b", "a=no.module:f", f"a={__name__}:KEYS"):
+        with pytest.raises(ShapeError, match="MODULE:FUNCTION|No module|is a tuple"):
+            imported(text)
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(address):

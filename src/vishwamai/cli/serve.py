@@ -29,6 +29,7 @@ from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
     from vishwamai.inference import Embedder, Engine
+    from vishwamai.inference.processors import Factory
     from vishwamai.inference.server.budgets import Key
     from vishwamai.models.adapters import AdapterSizes
 
@@ -99,6 +100,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--reasoning-parser", metavar="NAME", help="how answers mark reasoning, or none (what the chat template says)"
     )
     parser.add_argument(
+        "--logits-processor",
+        action="append",
+        default=[],
+        metavar="NAME=MODULE:FUNCTION",
+        help="a processor that requests may name: FUNCTION(**options) gives a function from the tokens of an answer to "
+        "those that must not follow",
+    )
+    parser.add_argument(
         "--max-priority", type=float, default=0.0, metavar="N", help="of a request; more counts as this (0)"
     )
     parser.add_argument("--max-queue", type=int, default=256, metavar="N", help="answers that may wait (256)")
@@ -127,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_certificate(arguments.ssl_certfile, arguments.ssl_keyfile)
     if arguments.encoder is not None and arguments.pooling is not None:
         raise CommandError("--encoder and --pooling both name what computes /v1/embeddings; pass one of them.")
-    parsers = _parsers(arguments)
+    parsers, processors = _parsers(arguments), _processors(arguments)
     check_address(arguments.host, arguments.port)
     engine, embed, names, defaults = _models(arguments)
     import uvicorn
@@ -152,6 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
         tool_parser=parsers[0],
         reasoning_parser=parsers[1],
         traces=arguments.traces,
+        processors=processors,
         decline_unknown_keys=arguments.unknown_keys == "refuse",
     )
     app = make_app(engine, settings, embed)
@@ -257,6 +267,15 @@ def _parsers(arguments: argparse.Namespace) -> tuple[str | None, str | None]:
             text = f"--{option.replace('_', '-')} {name!r} is not one of none, {', '.join(names)}"
             raise CommandError(f"{text}; leave it out to follow the chat template.")
     return arguments.tool_parser, arguments.reasoning_parser
+
+
+def _processors(arguments: argparse.Namespace) -> dict[str, Factory]:
+    from vishwamai.inference.processors import imported
+
+    try:
+        return dict(imported(text) for text in arguments.logits_processor)
+    except VishwamaiError as error:
+        raise CommandError(f"--logits-processor {error}") from error
 
 
 def _keys(path: Path | None) -> tuple[Key, ...]:

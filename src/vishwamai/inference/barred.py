@@ -1,4 +1,4 @@
-"""Answers without some words: a token that would complete one is not drawn.
+"""Answers without some words, or without what processors bar: such a token is not drawn.
 
 `Barred` has the form of `guided.Grammar`, and may hold another one.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.inference.processors import Processor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +22,14 @@ class Barred:
     Attributes:
       sequences: their token ids.
       words: int32 of a mask.
+      processors: functions from the answer's tokens to those that must not follow.
       grammar: further `guided.Grammar` of the answer, or None.
     """
 
     sequences: tuple[tuple[int, ...], ...]
     words: int
     grammar: Any = None
+    processors: tuple[Processor, ...] = ()
 
     def matcher(self) -> BarredMatcher:
         """A matcher for one answer."""
@@ -34,12 +37,12 @@ class Barred:
 
 
 class BarredMatcher:
-    """The last tokens of one answer."""
+    """The tokens of one answer: the last ones, or all where there are processors."""
 
     def __init__(self, rules: Barred):
         self._rules = rules
         self._matcher = None if rules.grammar is None else rules.grammar.matcher()
-        self._longest = max(map(len, rules.sequences)) - 1
+        self._longest = max(map(len, rules.sequences), default=1) - 1
         self._tokens: list[int] = []
 
     @property
@@ -59,11 +62,18 @@ class BarredMatcher:
             before = list(sequence[:-1])
             if not before or self._tokens[-len(before) :] == before:
                 bits[sequence[-1] // 32] &= ~np.uint32(1 << sequence[-1] % 32)
+        for processor in self._rules.processors:
+            for token in processor(self._tokens):
+                if 0 <= token < 32 * len(bits):
+                    bits[token // 32] &= ~np.uint32(1 << token % 32)
         if not mask.any():
-            raise ShapeError("the answer could not go on: `bad_words` leave no token.")
+            raise ShapeError("the answer could not go on: `bad_words` and `logits_processors` leave no token.")
         return mask
 
     def advance(self, tokens: Sequence[int]) -> str | None:
         """Takes the tokens that were drawn; the reason if the grammar could not go on."""
-        self._tokens = [*self._tokens, *tokens][-self._longest :] if self._longest else []
+        if self._rules.processors:
+            self._tokens += tokens
+        else:
+            self._tokens = [*self._tokens, *tokens][-self._longest :] if self._longest else []
         return None if self._matcher is None else self._matcher.advance(tokens)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.inference.barred import Barred
-from vishwamai.inference.beams import MAX_WIDTH
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.guided import Grammar
 from vishwamai.inference.mesh import mesh_of
@@ -19,6 +18,7 @@ from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scoring import Scorer
 from vishwamai.inference.server import forms, schema, tools
 from vishwamai.inference.server.errors import HttpError
+from vishwamai.inference.server.options import length_penalty_of, processors_of
 from vishwamai.inference.server.pieces import Pieces
 from vishwamai.inference.server.reading import Reader
 from vishwamai.inference.server.replies import Prompt, Reply
@@ -370,33 +370,23 @@ class Jobs:
             body.include_usage,
             barred=self._barred(body),
             adapter=adapter,
-            length_penalty=self._length_penalty(body, options, grammar),
+            length_penalty=length_penalty_of(body, options, grammar is not None),
         )
 
-    def _length_penalty(self, body: schema.Common, options: Sampling, grammar: GrammarSource | None) -> float | None:
-        """The exponent of the lengths, where the request asks for a beam search."""
-        if not body.use_beam_search:
-            return None
-        rivals = {"stream": body.stream, "bad_words": body.bad_words, "best_of": getattr(body, "best_of", None)}
-        rivals |= {"response_format": grammar, "max_tokens": body.limit == 0, "min_tokens": body.min_tokens}
-        for name, value in rivals.items():
-            if value:
-                raise HttpError(400, f"`use_beam_search` does not go with `{name}`; leave one of them out.", name)
-        if options.n > MAX_WIDTH:
-            raise HttpError(400, f"`n` is {options.n}; a beam search has at most {MAX_WIDTH} beams.", "n")
-        return 1.0 if body.length_penalty is None else body.length_penalty
-
     def _barred(self, body: schema.Common) -> Barred | None:
-        """What holds for the words of `bad_words`, each at the beginning of a text and behind a blank."""
-        tokenizer = self.engine.tokenizer
+        """What holds for the words of `bad_words`, each at the beginning of a text and behind a blank, and for
+        `logits_processors`.
+        """
+        tokenizer, processors = self.engine.tokenizer, processors_of(body, self.settings)
+        words = -(-self.engine.programs.vocab // 32)
         if not body.bad_words:
-            return None
+            return Barred((), words, processors=processors) if processors else None
         if tokenizer is None:
             raise HttpError(400, "the model has no tokenizer; pass `logit_bias` in place of `bad_words`.", "bad_words")
         with declined("bad_words"):
             texts = [blank + word.lstrip() for word in body.bad_words for blank in ("", " ")]
             ids = {tuple(tokenizer.encode(text, add_special=False)) for text in texts} - {()}
-        return Barred(tuple(sorted(ids)), -(-self.engine.programs.vocab // 32)) if ids else None
+        return Barred(tuple(sorted(ids)), words, processors=processors) if ids or processors else None
 
     def _check_entries(self, body: schema.Common, prompts: Sequence[Prompt], options: Sampling) -> None:
         """Declines a reply of too many log probabilities, which is built in memory."""

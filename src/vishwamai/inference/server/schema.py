@@ -61,6 +61,13 @@ class StructuredOutputs(Open):
     json_object: bool | None = None
 
 
+class NamedProcessor(Open):
+    """A processor of logits with its options; vLLM calls its name `qualname`."""
+
+    name: Annotated[str, Field(max_length=256, validation_alias=AliasChoices("name", "qualname"))]
+    kwargs: JsonObject | None = None
+
+
 class Common(Open):
     """What completions and chats share; the later ones are extensions."""
 
@@ -83,6 +90,7 @@ class Common(Open):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Tokens | None = None
     bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)] | None = None
+    logits_processors: Annotated[list[Short | NamedProcessor], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=64)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

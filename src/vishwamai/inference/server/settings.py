@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vishwamai.inference.processors import Factory
 from vishwamai.inference.server.budgets import Key
 
 
@@ -31,6 +33,7 @@ class Settings:
       adapter_folder: whose folders clients may load as adapters; None: none.
       tool_parser: how calls are read, a name of `forms.FORMS`, or "none"; None: by the chat template.
       reasoning_parser: how reasoning is read, a name of `forms.THINKING`, or "none"; None: by the chat template.
+      processors: further processors of logits by name (`processors`).
       traces: flag, each request has a span of OpenTelemetry (`traces`).
       max_priority: the highest priority of a request; a higher one counts as this.
     """
@@ -54,6 +57,7 @@ class Settings:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     traces: bool = False
+    processors: Mapping[str, Factory] = dataclasses.field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
