@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
 
 from vishwamai.core.errors import ShapeError
 
@@ -60,4 +61,4 @@ def imported(text: str) -> tuple[str, Factory]:
         raise ShapeError(f"{text!r}: {error}; pass a function of a module that Python finds.") from error
     if not callable(factory):
         raise ShapeError(f"{text!r} is a {type(factory).__name__}; pass a function that makes a processor.")
-    return name, factory
+    return name, cast(Factory, factory)

@@ -128,8 +128,11 @@ def document(endpoints: Sequence[Endpoint], keyed: tuple[str, ...] = ()) -> dict
 
 
 def _responses(endpoint: Endpoint) -> dict[str, Any]:
-    schemas = {media: endpoint.answer or {} if media == JSON else {"type": "string"} for media in endpoint.media}
-    content = {media: {"schema": dict(schema)} for media, schema in schemas.items()}
+    content: dict[str, Any] = {media: {"schema": {"type": "string"}} for media in endpoint.media}
+    if JSON in content:
+        content[JSON] = {"schema": dict(endpoint.answer or {})}
+    if EVENTS in content:
+        content[EVENTS] = {}  # OpenAPI 3.1 has no schema for the events of a stream
     responses: dict[str, Any] = {
         str(status): {"description": "the answer", "content": content} for status in endpoint.statuses
     }
