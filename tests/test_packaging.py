@@ -108,6 +108,39 @@ def test_import_needs_jax_and_numpy_only():
     assert not with_us & {"torch", "triton", "rich", "transformers", "jinja2"}
 
 
+def test_torch_s_package_imports_an_operation_when_it_is_used(tmp_path):
+    """And `torch.export.load`, which looks operators up by their names, has those of a program without any import of
+    an operation.
+    """
+    path = str(tmp_path / "program.pt2")
+    modules = "import sys; print([n for n in sys.modules if n.startswith(('vishwamai.ops', 'jax'))])"
+    save = (
+        "class Norm(torch.nn.Module):\n    forward = lambda self, x: vishwamai.torch.rms_norm(x)\n"
+        f"torch.export.save(torch.export.export(Norm(), (torch.ones(2, 8),)), {path!r})"
+    )
+    load = f"print(torch.export.load({path!r}).module()(torch.ones(2, 8)).sum().item())"
+    names = (
+        "import vishwamai.torch.softmax; t = vishwamai.torch;"
+        "print(callable(t.softmax), callable(t.einsum), t.softmax.__module__);"
+        "print(sorted(t._HOMES) == t.__all__, hasattr(t, 'none'), all(getattr(t, n).__name__ == n for n in t.__all__))"
+    )
+    before = f"import torch, vishwamai.torch; {modules}\n"
+    assert in_fresh_process(before + save) == "[]\n"
+    loaded, *rest = in_fresh_process(before + load + "\n" + names).splitlines()
+    assert loaded == "[]" and float(rest[0]) == pytest.approx(16, rel=1e-3)
+    assert rest[1:] == ["True True vishwamai.torch.softmax", "True False True"]
+
+
+def test_the_names_of_torch_s_package_are_those_of_its_types():
+    text = (ROOT / "src/vishwamai/torch/__init__.py").read_text()
+    (guarded,) = (node for node in ast.parse(text).body if isinstance(node, ast.If))
+    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
+    names = {alias.name: node.module for node in imports for alias in node.names}
+    (homes,) = re.findall(r"_MODULES = \{(.*?)\n\}", text, re.S)
+    listed = {n: f"vishwamai.torch.{m}" for m, line in re.findall(r'"(\w+)": "([^"]+)"', homes) for n in line.split()}
+    assert names == listed
+
+
 def test_import_initialises_no_device():
     assert imported()[4:] == ["False", "True"]  # the second: the probe itself can say True
 

@@ -45,3 +45,24 @@ def constant_result(function: F) -> F:
     """`torch.compiler.assume_constant_result`, which would import the whole compiler (2 s) to set this mark."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+class _Operators(torch._ops._OpNamespace):
+    """`torch.ops.vishwamai` until its operators are registered."""
+
+    def __getattr__(self, op_name: str) -> Any:
+        try:
+            return super().__getattr__(op_name)
+        except AttributeError:
+            if op_name.startswith("__"):
+                raise
+            object.__setattr__(self, "__class__", torch._ops._OpNamespace)
+            self.__dict__.pop("register")()
+            return getattr(self, op_name)
+
+
+def load_operators_by(register: Callable[[], None]) -> None:
+    """Calls `register` when the first operator is looked up that is not registered yet."""
+    operators: Any = torch.ops.vishwamai
+    operators.__class__ = _Operators
+    operators.__dict__["register"] = register
