@@ -126,6 +126,8 @@ def test_torch_s_package_imports_an_operation_when_it_is_used(tmp_path):
     )
     before = f"import torch, vishwamai.torch; {modules}\n"
     assert in_fresh_process(before + save) == "[]\n"
+    first = "import torch, vishwamai.torch; print(vishwamai.torch.gemm(torch.ones(2, 3), torch.ones(3, 1)).shape)"
+    assert in_fresh_process(first) == "torch.Size([2, 1])\n"
     loaded, *rest = in_fresh_process(before + load + "\n" + names).splitlines()
     assert loaded == "[]" and float(rest[0]) == pytest.approx(16, rel=1e-3)
     assert rest[1:] == ["True True vishwamai.torch.softmax", "True False True"]

@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 from project_links import RELATIVE, in_prose
 
 from vishwamai.cli import COMMANDS, command_parser
+from vishwamai.training.config_file import describe, read_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,6 +58,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for address, path in pages().items():
         files.append(File.generated(config, address, content=_relinked(path.parent, address, path.read_text())))
     files.append(File.generated(config, "command-line.md", content=command_line()))
+    files.append(File.generated(config, "training-keys.md", content=training_keys()))
     return files
 
 
@@ -67,6 +69,12 @@ def command_line() -> str:
         for name in COMMANDS:
             sections.append(f"## vishwamai {name}\n\n```text\n{command_parser(name).format_help()}```")
     return "\n\n".join(sections) + "\n"
+
+
+def training_keys() -> str:
+    """The page of the training configuration: every key with its default and its doc."""
+    text = describe(read_config(None))
+    return f"# Training configuration\n\n`vishwamai train --print-config` prints this.\n\n```yaml\n{text}```\n"
 
 
 def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) -> str:

@@ -1,5 +1,5 @@
 """Writes the table of the Triton kernels' machine code, for every model's shape, between two markers of
-docs/gpu-code.md.
+docs/notes/gpu_code.md.
 
 It compiles for Hopper with the triton package alone and needs no GPU; it takes a few minutes.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vishwamai.aot.compile.gpu_survey import model_cases, survey, table
 
-PAGE = Path(__file__).parent.parent / "docs" / "gpu-code.md"
+PAGE = Path(__file__).parent.parent / "docs" / "notes" / "gpu_code.md"
 BEGIN, END = "<!-- gpu code: begin -->", "<!-- gpu code: end -->"
 
 

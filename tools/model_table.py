@@ -1,4 +1,5 @@
-"""Writes the tables of docs/models.md: families, and what becomes of published `config.json` files.
+"""Writes the tables of docs/models.md and docs/models-published.md: families, and what becomes of published
+`config.json` files.
 
     python tools/model_table.py [WORLD]
 
@@ -26,6 +27,7 @@ from vishwamai.models.layers.short_conv import ShortConv
 ROOT = Path(__file__).parents[1]
 WORLD = Path(os.environ.get("VISHWAMAI_WORLD", ROOT.parent / "shared" / "world"))
 PAGE = ROOT / "docs" / "models.md"
+PUBLISHED = ROOT / "docs" / "models-published.md"
 FILES = "<!-- published configurations: tools/model_table.py -->", "<!-- end of configurations -->"
 FAMILIES_AT = "<!-- families: tools/model_table.py -->", "<!-- end of families -->"
 
@@ -114,7 +116,8 @@ def main(arguments: list[str]) -> None:
     world = Path(arguments[0]) if arguments else WORLD
     if not any((world / "configs").glob("*/config.json")):
         sys.exit(f"{world}: no configs/*/config.json is there; pass the folder of published configurations.")
-    PAGE.write_text(replaced(replaced(PAGE.read_text(), FAMILIES_AT, families()), FILES, table(world)))
+    PAGE.write_text(replaced(PAGE.read_text(), FAMILIES_AT, families()))
+    PUBLISHED.write_text(replaced(PUBLISHED.read_text(), FILES, table(world)))
 
 
 if __name__ == "__main__":

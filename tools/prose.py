@@ -16,6 +16,8 @@ LIMIT = 20
 PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/**/*.md", "src/vishwamai/ops/*/README.md")
 RECORD = "docs/notes/"  # a record of experiments: its words are checked, its sentences are not counted
 WORD_LIST = "## Words"
+LINES = 200
+GENERATED = ("docs/support.md",)  # a table of every implementation, which may be longer than a page
 
 FENCE = re.compile(r"^\s*(```|~~~)")
 TEXT = re.compile(r"[^\W_]")  # a token with a letter or a digit counts as a word
@@ -129,6 +131,9 @@ def errors(name: str, page: str, words: list[Declined]) -> Iterator[str]:
                 )
     if name.startswith(RECORD):
         return
+    count = len(page.splitlines())
+    if name.startswith("docs/") and name not in GENERATED and count > LINES:
+        yield f"{name}:{LINES}: the page has {count} lines, and may have {LINES}; split it, or move records to {RECORD}"
     lengths = [(length(sentence), number, sentence) for number, sentence in sentences(page)]
     if lengths and (median := statistics.median(count for count, _, _ in lengths)) > LIMIT:
         count, number, sentence = max(lengths)

@@ -74,7 +74,7 @@ def _outputs_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=1024)
 def _gradients_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
     run = _definition(op, spec)
-    backward = autodiff_backward(lambda _, __, operands, ___: (run(operands), None))
+    backward = autodiff_backward(lambda operands: (run(operands), None))
 
     def filled(values: Any, shapes: Any) -> Any:
         pairs = zip(values, shapes, strict=True)
@@ -85,7 +85,7 @@ def _gradients_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
         cotangents, cotangent_directions = filled(cotangents, outputs), filled(cotangent_directions, outputs)
 
         def gradients(moving: Any, cotangents: Any) -> Any:
-            return backward(spec, None, _merged(operands, moving), None, None, cotangents)
+            return backward(spec, None, _merged(operands, moving), cotangents)
 
         primals = _moving(operands, directions), cotangents
         return jax.jvp(gradients, primals, (directions, cotangent_directions))[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -50,11 +51,15 @@ def constant_result(function: F) -> F:
 class _Operators(torch._ops._OpNamespace):
     """`torch.ops.vishwamai` until its operators are registered."""
 
+    __module__ = torch._ops.__name__  # a part of the operators' names in exported programs
+
     def __getattr__(self, op_name: str) -> Any:
         try:
             return super().__getattr__(op_name)
         except AttributeError:
-            if op_name.startswith("__"):
+            # While a file of the package is imported, torch asks whether its operator is new.
+            ours = [module for name, module in sys.modules.items() if name.startswith("vishwamai.torch.")]
+            if op_name.startswith("__") or any(getattr(module.__spec__, "_initializing", False) for module in ours):
                 raise
             object.__setattr__(self, "__class__", torch._ops._OpNamespace)
             self.__dict__.pop("register")()

@@ -244,7 +244,7 @@ class DpoSection(_Section):
 @dataclasses.dataclass(frozen=True)
 class PipelineSection(_Section):
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"] = key(
-        "in which order stages compute the microbatches (docs/parallel.md, Pipelines)", "1f1b"
+        "in which order stages compute the microbatches (docs/parallel-pipelines.md)", "1f1b"
     )
     chunks: Positive = key("parts of the model on each stage, with interleaved_1f1b", 2)
 

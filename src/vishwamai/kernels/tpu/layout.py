@@ -28,7 +28,7 @@ def to_tiled_layout(
     It seldom pays: a TPU tiles the last two axes by itself and copies strided blocks, and fewer than 128 channels are
     padded to 128 lanes in this form (by the schedule for v5e a pass over [2, 1024, 1024, 8] bfloat16 takes 0.44 ms
     plain and 1.51 ms tiled). It can pay for arrays of 128 channels or a multiple that stay tiled through many passes;
-    see docs/faces.md.
+    see docs/faces-kernels.md.
 
     Args:
       x: `[batch, height, width, channels]`, any dtype.

@@ -1,7 +1,8 @@
 """Memory by class, from shapes alone: the analytic level for training steps and serving.
 
 The parts of a training step are exact sums of shapes: parameters, gradients, what the optimizer and the backward pass
-keep. When they are alive together is a model of three moments, compared with the compiler's totals in docs/planning.md.
+keep. When they are alive together is a model of three moments; docs/notes/planning_programs.md compares it with the
+compiler's totals.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
     if config.mesh.pipeline > 1:
         return _pipelined_memory(config, target, rows)
     fixed, row = _residuals(config)
-    # A layer that is computed again takes what a plain one takes, by the probes of docs/planning.md.
+    # A layer that is computed again takes what a plain one takes, by the probes of docs/notes/planning_programs.md.
     keys = config.optimization.of_kernels
     plain = dataclasses.replace(config, remat="none", precision="plain", optimization=keys)
     everything = _residuals(plain, fused=True)

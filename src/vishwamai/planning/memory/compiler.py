@@ -260,7 +260,8 @@ def probe(
     """The HBM that `fn(*args, **kwargs)` needs on each device of a target, asked of its compiler without compiling.
 
     The compiler is told of a device with almost no memory. It declines the program after it has scheduled it, and
-    names the total. That takes seconds for programs that take minutes to compile. Its error is in docs/planning.md.
+    names the total. That takes seconds for programs that take minutes to compile. Its error is in
+    docs/notes/planning_programs.md.
     libtpu runs in a process of its own. Answers are kept in the cache of `vishwamai.aot`.
 
     Args:

@@ -378,7 +378,7 @@ def _tried(eligible: Sequence[Candidate], question: _Question) -> dict[int, Cand
     for place, candidate in enumerate(eligible):
         mesh, formula = candidate.config.mesh, candidate.formula
         if formula is not None and formula.value >= fastest:
-            break  # docs/planning.md: formulas are below the compiled programs' times, and one has reached this
+            break  # docs/planning-time.md: formulas are below the compiled programs' times, and one has reached this
         axes = mesh.expert, mesh.sequence, mesh.tensor
         if mesh in done or candidate.analytic.value >= too_large.get(axes, math.inf):
             continue

@@ -1,8 +1,8 @@
 """`step_time`: how long a program takes on each device of a TPU slice, from the compiled program.
 
 Kernels take the time of their schedules (`vishwamai.aot.schedule`), the compiler's own fusions the cycles that it
-estimates, collectives that of the links; `planning.time.timeline` puts them together. docs/planning.md compares the sum
-with published steps.
+estimates, collectives that of the links; `planning.time.timeline` puts them together. docs/planning-time.md compares
+the sum with published steps.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def step_time(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs:
     The program is compiled, and followed in the order of its schedule. Every loop counts as often as it runs. A
     collective takes what `parallel.estimate_collective` says of its devices, at the least. An asynchronous one costs
     what the work between its start and its end does not hide. Nothing runs, so the level of the result is "verified".
-    docs/planning.md says what it leaves out and how far it is from published steps.
+    docs/planning-time.md says what it leaves out and how far it is from published steps.
 
     Args:
       fn: a function, jitted or not.

@@ -2,7 +2,7 @@
 
 The analytic time is a sum of lower bounds: products at the chip's peak; the optimizer's arrays, the weights of each
 pass and the kept activations through HBM; what is offloaded to the host and back; collectives over the links. Nothing
-overlaps in it, except experts' rows that travel in pieces. It ranks candidates; docs/planning.md has its error.
+overlaps in it, except experts' rows that travel in pieces. It ranks candidates; docs/planning-time.md has its error.
 """
 
 from __future__ import annotations
