@@ -134,11 +134,23 @@ def test_other_forms_of_weights_keep_float32_states(
         assert (logits.max(axis=1) - drawn <= tolerance * np.abs(logits).max()).all()
 
 
-def test_guesses_and_too_little_memory_are_declined(checkpoint: tuple[Path, Any], model: Decoder) -> None:
-    with pytest.raises(UnsupportedError, match="have a state, which cannot go back to the last guess"):
-        Engine(model, limits=LIMITS, drafts=2)
-    with pytest.raises(UnsupportedError, match="leave out guesses"):
-        plan_load(checkpoint[0], drafts=2)
+def test_guesses_change_no_token(model: Decoder, engine: Engine) -> None:
+    """Guesses from the text, right and wrong ones; a wrong one goes back to the states before it."""
+    prompts = [TOKENS[0][:9] * 4, [7, 8] * 9]
+    expected = [answer.token_ids for answer in engine.generate(prompts, greedy(40))]
+    guessing = Engine(model, limits=LIMITS, compile="lazy", drafts=3)
+    assert [answer.token_ids for answer in guessing.generate(prompts, greedy(40))] == expected
+    statistics = guessing.statistics
+    assert statistics.guesses_accepted < statistics.guesses and statistics.guesses > 0
+    states: Any = guessing.scheduler.states
+    assert states.available == states.num_states
+
+
+def test_drafts_with_states_and_too_little_memory_are_declined(checkpoint: tuple[Path, Any], model: Decoder) -> None:
+    with pytest.raises(UnsupportedError, match="whose state does not go back to the last guess that was right"):
+        Engine(model, limits=LIMITS, drafts=2, draft=model)
+    with pytest.raises(UnsupportedError, match="pass a draft of attention layers alone"):
+        plan_load(checkpoint[0], drafts=2, draft_model=checkpoint[0])
     with pytest.raises(DeviceError, match=r"states .* \(32 sequences or prefixes\).* That does not fit"):
         plan_load(checkpoint[0], dtype="float32", memory=300_000)
 

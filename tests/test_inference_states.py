@@ -153,3 +153,45 @@ def test_without_prefix_cache_nothing_is_kept() -> None:
         run(device, [list(range(20))], 4)
         assert device.computed - before in (23, 24)
     assert plans.states is not None and plans.states.idle == 0
+
+
+@pytest.mark.parametrize("num_states", [3, 6, 12])
+def test_wrong_guesses_go_back_to_the_states_before_them(num_states: int) -> None:
+    draw = random.Random(num_states)
+    plans = scheduler(num_states, 40)
+    device, checked, wrong = Device(plans), 0, 0
+
+    def guess(stream: Stream, most: int) -> list[int]:
+        text = list(stream.tokens)
+        for _ in range(min(most, 3)):
+            text.append(answer(text) if draw.random() < 0.7 else draw.randrange(11))
+        return text[len(stream.tokens) :]
+
+    for turn in range(6):
+        prompts = [[turn % 2, *range(draw.randint(1, 20))] for _ in range(4)]
+        streams = [Stream(list(prompt), len(prompt) + 20, plans.rank(0.0), synchronous=True) for prompt in prompts]
+        for stream in streams:
+            plans.add(stream)
+        while plans.unfinished:
+            plan = plans.schedule(0.0, guess)
+            device.texts |= {work.stream: [*work.stream.tokens, *work.drafts] for work in plan.works}
+            device.run(plan)
+            for work in plan.works:
+                if not work.samples:
+                    continue
+                tokens = [answer(work.stream.tokens)]
+                for guessed in work.drafts:
+                    if guessed != tokens[-1]:
+                        wrong += 1
+                        break
+                    tokens.append(answer([*work.stream.tokens, *tokens]))
+                checked += len(work.drafts)
+                room = work.stream.max_length - len(work.stream.tokens)
+                plans.read(work.stream, tokens[:room])
+                if len(work.stream.tokens) == work.stream.max_length or draw.random() < 0.02:
+                    plans.finish(work.stream)
+        for prompt, stream in zip(prompts, streams):
+            assert all(stream.tokens[i] == answer(stream.tokens[:i]) for i in range(len(prompt), len(stream.tokens)))
+        states: Any = plans.states
+        assert states.available == num_states and plans.pool.available == 40
+    assert wrong and checked or num_states == 3

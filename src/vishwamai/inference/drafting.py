@@ -42,7 +42,8 @@ def check_draft(config: ModelConfig, draft: ModelConfig, drafts: int, max_length
 
     Raises:
       ShapeError: there are no guesses to make, the vocabs differ, or the draft has too few positions.
-      UnsupportedError: the draft's rotation changes at a length at which the model's does not.
+      UnsupportedError: the draft's layers have states, or its rotation changes at a length at which the model's does
+        not.
     """
     if drafts < 1:
         raise ShapeError(
@@ -58,25 +59,17 @@ def check_draft(config: ModelConfig, draft: ModelConfig, drafts: int, max_length
             f"the draft model has {draft.max_positions} positions, but a sequence may have {max_length} tokens; pass a "
             f"`max_length` of at most {draft.max_positions}."
         )
+    for kind in draft.layers:
+        if kind.mixer.state(draft):
+            raise UnsupportedError(
+                f"the draft model ({draft.family}) has layers of type '{kind.mixer.layer_type}', whose state does not "
+                "go back to the last guess that was right; pass a draft of attention layers alone, or --guesses."
+            )
     if rotation_switch(draft) not in (None, rotation_switch(config)):
         raise UnsupportedError(
             f"the draft model's rotation changes at {rotation_switch(draft)} tokens (LongRoPE), the model's does not "
             "change there; pass another draft."
         )
-
-
-def decline_states(config: ModelConfig) -> None:
-    """Raises an error for guesses with a model whose layers have states.
-
-    Raises:
-      UnsupportedError: such a state cannot go back to the last guess that was right.
-    """
-    for kind in config.layers:
-        if kind.mixer.state(config):
-            raise UnsupportedError(
-                f"{config.family}: layers of type '{kind.mixer.layer_type}' have a state, which cannot go back to the "
-                "last guess that was right; leave out guesses (--guesses, --draft-model)."
-            )
 
 
 def draft_step(

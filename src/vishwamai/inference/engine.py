@@ -23,7 +23,7 @@ from vishwamai.core.optimization import Optimization
 from vishwamai.inference.adapters import Adapters, Matrices
 from vishwamai.inference.answers import Answer, Delta, Finish, joined
 from vishwamai.inference.core import EngineCore
-from vishwamai.inference.drafting import check_draft, decline_states
+from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.memory import default_states, ring_pages, rings_of
 from vishwamai.inference.mesh import mesh_of, place_model
@@ -69,8 +69,8 @@ class Engine:
       on_program: called with (how many programs are compiled, of how many, the next one's name).
 
     Raises:
-      UnsupportedError: keys and values of that dtype are not served, packed weights are to be split, or there are to be
-        guesses for a model or of a draft whose layers have states.
+      UnsupportedError: keys and values of that dtype are not served, packed weights are to be split, or the layers of
+        the draft have states.
       ShapeError: the mesh does not divide what it is to split, or the draft cannot guess for the model.
 
     >>> from flax import nnx
@@ -116,9 +116,6 @@ class Engine:
             raise ShapeError(f"Engine: `compile` is {compile!r}; pass {' or '.join(map(repr, COMPILE))}.")
         if drafts >= self.limits.max_tokens:
             raise ShapeError(f"Engine: {drafts} guesses a step do not fit into {self.limits.max_tokens} tokens of it.")
-        for decoder in (model, draft):
-            if drafts and decoder is not None:
-                decline_states(decoder.config)
         if draft is not None:
             check_draft(model.config, draft.config, drafts, self.limits.max_length)
         if mesh is not None:

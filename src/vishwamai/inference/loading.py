@@ -17,7 +17,7 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
-from vishwamai.inference.drafting import check_draft, decline_states
+from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.memory import default_states, page_bytes, ring_pages, rings_of, state_bytes, weight_bytes
 from vishwamai.inference.mesh import serving_mesh, serving_rules
@@ -252,7 +252,7 @@ def plan_load(
     Raises:
       ConfigError: `optimization` has an unknown key, or contradicts another option.
       ShapeError: the directory is not a whole model, or an option or the draft model contradicts it.
-      UnsupportedError: as `from_pretrained`, or a model with states is to have guesses.
+      UnsupportedError: as `from_pretrained`, or the layers of the draft model have states.
       DeviceError: it does not fit; the text says what would.
     """
     keys = Optimization.of(optimization)
@@ -290,8 +290,6 @@ def plan_load(
         ring = page_bytes(config, page_size, stored, devices, num_pages=0, window_pages=all_rings)
         return copies * weights, copies * page, copies * ring
 
-    if drafts:
-        decline_states(config)
     read_index(directory)  # every file is there, and whole
     weights, page, ring = sizes(directory, config, rings)
     weights += 0 if adapters is None else adapters.bytes(config, itemsize)
@@ -299,7 +297,6 @@ def plan_load(
     if draft_model is not None:
         draft_model = model_directory(Path(draft_model), weights=True)
         small = _read_draft(Path(draft_model), directory, config, drafts, max_length)
-        decline_states(small)
         of_draft = rings_of(small, limits)
         draft_weights, draft_page, draft_ring = sizes(Path(draft_model), small, of_draft)
         draft = Draft(Path(draft_model), small, draft_weights, 0)

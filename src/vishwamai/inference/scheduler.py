@@ -59,6 +59,7 @@ class Stream:
     blocked: bool = False  # its next step needs the mask of its grammar, which is being computed
     state: int | None = None  # the slot of the states after `computed` tokens, in models that have states
     marks: tuple[int, ...] = ()  # lengths of its prompt, in rising order, after which the states are to be kept
+    checkpoint: tuple[int, int] | None = None  # the slot, and the tokens, of the states before guesses in flight
     rolling: bytes | None = None  # the digest of the state that was kept last of its answer
     turned: int = 0  # its keys are rotated as those of a sequence of at least so many tokens
 
@@ -202,6 +203,8 @@ class Scheduler:
             return
         stream.tokens.extend(tokens)
         stream.in_flight -= 1
+        if self.states is not None and stream.checkpoint is not None:
+            self._settle(self.states, stream, stream.checkpoint)
         stream.computed = min(stream.computed, stream.length - 1)  # what was computed for wrong guesses does not count
         if stream.slot is not None:
             self._publish(stream)
@@ -228,8 +231,10 @@ class Scheduler:
         self.pool.release(stream.pages)
         self.windows.release(stream.spans)
         if self.states is not None:
+            if stream.checkpoint is not None:
+                self.states.release(stream.checkpoint[0])
             self.states.release(stream.state, stream.digests[: stream.published])
-            stream.state = None
+            stream.state = stream.checkpoint = None
         stream.slot, stream.pages, stream.spans, stream.published, stream.computed = None, [], {}, 0, 0
 
     def _preempt(self, stream: Stream, counts: dict[Stream, int], preempted: list[Stream]) -> None:
@@ -343,6 +348,10 @@ class Scheduler:
             most = min(space, stream.max_length - stream.length - 1)
             if self.switch is not None and not stream.turned:
                 most = min(most, self.switch - stream.length)
+            if self.states is not None:
+                # Another slot for the checkpoint; and no step goes past the end of a page, where states are kept.
+                spare = self.states.available > len(guesses) + len(counts)
+                most = min(most, -(stream.computed + 1) % self.limits.page_size) if spare else 0
             guess = tuple(drafts(stream, most))[:most] if most > 0 and not stream.in_flight else ()
             if guess:
                 missing = self.limits.pages_of(stream.computed + 1 + len(guess)) - len(stream.pages)
@@ -355,8 +364,8 @@ class Scheduler:
         self.windows.advance(stream.spans, start, start + count + len(guess))
         states = (0, 0)
         if self.states is not None:
-            states = self.states.advance(stream.state)
-            stream.state = states[1]
+            states = self.states.advance(stream.state, checkpoint=bool(guess))
+            stream.state, stream.checkpoint = states[1], (states[0], start) if guess else None
         stream.computed += count
         samples = stream.computed == stream.length
         stream.computed += len(guess)
@@ -364,6 +373,16 @@ class Scheduler:
         if not guess:
             self._publish(stream)
         return Work(stream, start, count + len(guess), samples, guess, states)
+
+    def _settle(self, states: StatePool, stream: Stream, checkpoint: tuple[int, int]) -> None:
+        """Takes the states after a step's guesses, or goes back to those before them where a guess was wrong: the next
+        step computes the right ones once more, next to the token after them.
+        """
+        slot, start = checkpoint
+        if stream.computed >= stream.length:
+            slot, stream.state, stream.computed = stream.state, slot, start
+        states.release(slot)
+        stream.checkpoint = None
 
     def _digest(self, stream: Stream, tokens: int) -> None:
         """Extends the chain of digests over the full pages of the first `tokens`."""

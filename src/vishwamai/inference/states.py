@@ -83,13 +83,18 @@ class StatePool:
         self.reused += 1
         return self._slots.share(digests[-1:])[0]
 
-    def advance(self, slot: int | None) -> tuple[int, int]:
+    def advance(self, slot: int | None, checkpoint: bool = False) -> tuple[int, int]:
         """The slots from which a sequence's next step reads its state, and to which it writes it: of those the sequence
         holds the second from then on. A step reads all states before it writes any, so the first may be anyone's.
 
         Args:
           slot: the slot that the sequence holds; None at its start.
+          checkpoint: flag, the sequence holds the first from then on, too. There must be an available slot.
         """
+        if checkpoint:
+            free = self._take()
+            assert slot is not None and free is not None
+            return slot, free
         if slot is not None and not self._slots.published(slot) and self._slots.holders(slot) == 1:
             return slot, slot
         free = self._take()
@@ -122,7 +127,7 @@ class StatePool:
         if self._slots.drop(digest):
             self._drop(digest)
 
-    def release(self, slot: int | None, digests: Sequence[bytes]) -> None:
+    def release(self, slot: int | None, digests: Sequence[bytes] = ()) -> None:
         """A sequence gives up its state and, just before, pages of those digests: the ones that no kept state needs are
         blank.
         """
