@@ -16,6 +16,7 @@ from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, stage_count, warp_count
+from vishwamai.ops.gated.gpu_arguments import Strides
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
 
 _KERNELS = "vishwamai.ops.gated.gpu_kernels"
@@ -135,15 +136,14 @@ def forward(
         M=spec.m,
         N=spec.n,
         K=spec.k,
-        keep_stride=spec.m * spec.n,
-        keep_gap=0,
+        strides=Strides(strides["weight_stride"], strides["weight_gap"], spec.m * spec.n, 0),
+        W_GROUPS=strides["W_GROUPS"],
         X_GROUPS=operands.x.shape[0],
         SUMMED=1,
         TRANSPOSE_X=False,
         ACTIVATION=spec.activation,
         PRECISION=_PRECISION[spec.precision],
         TMA=_aligned(spec, spec.k, spec.n),
-        **strides,
         **tiling,
     )
     return Outputs(h), Residuals(gate, up) if residuals else None
@@ -215,10 +215,7 @@ def _gradients_of_weights(spec: GatedSpec, operands: Operands, d_gate: Any, d_up
         M=spec.k,
         N=spec.n,
         K=spec.m,
-        weight_stride=spec.m * spec.n,
-        weight_gap=0,
-        keep_stride=2 * size if joint else size,
-        keep_gap=size if joint else 0,
+        strides=Strides(spec.m * spec.n, 0, 2 * size if joint else size, size if joint else 0),
         X_GROUPS=operands.x.shape[0],
         W_GROUPS=spec.groups,
         SUMMED=spec.groups // groups,

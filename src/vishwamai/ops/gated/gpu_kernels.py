@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from vishwamai.core.gpu_kernels import activate, derivative, describe, grow, load_tile, place
+from vishwamai.ops.gated.gpu_arguments import Strides
 
 
 @triton.jit
@@ -32,10 +33,7 @@ def products(
     M,
     N,
     K,
-    weight_stride,
-    weight_gap,
-    keep_stride,
-    keep_gap,
+    strides: Strides,
     X_GROUPS: tl.constexpr,
     W_GROUPS: tl.constexpr,
     SUMMED: tl.constexpr,
@@ -55,7 +53,7 @@ def products(
     x is `[X_GROUPS, M, K]`, or `[X_GROUPS, K, M]` if TRANSPOSE_X; gate and up `[W_GROUPS, K, N]`. A group axis of 1 is
     shared. SUMMED > 1: the products of that many groups are added to one result (GROUPS is 1).
     """
-    up_base = _second(gate_ptr, up_ptr, weight_gap)
+    up_base = _second(gate_ptr, up_ptr, strides.weight_gap)
     if TRANSPOSE_X:
         X_ROWS, X_COLUMNS = K, M
     else:
@@ -64,8 +62,8 @@ def products(
     XC: tl.constexpr = BLOCK_M if TRANSPOSE_X else BLOCK_K
     x_stride = tl.cast(M, tl.int64) * K
     x_desc = describe(x_ptr, X_GROUPS, X_ROWS, X_COLUMNS, x_stride, TMA, XR, XC)
-    gate_desc = describe(gate_ptr, W_GROUPS, K, N, weight_stride, TMA, BLOCK_K, BLOCK_N)
-    up_desc = describe(up_base, W_GROUPS, K, N, weight_stride, TMA, BLOCK_K, BLOCK_N)
+    gate_desc = describe(gate_ptr, W_GROUPS, K, N, strides.weight, TMA, BLOCK_K, BLOCK_N)
+    up_desc = describe(up_base, W_GROUPS, K, N, strides.weight, TMA, BLOCK_K, BLOCK_N)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
@@ -89,9 +87,9 @@ def products(
                 x = load_tile(x_ptr, x_desc, in_x, x_stride, k, row, X_ROWS, X_COLUMNS, TMA, XR, XC).T
             else:
                 x = load_tile(x_ptr, x_desc, in_x, x_stride, row, k, X_ROWS, X_COLUMNS, TMA, XR, XC)
-            w = load_tile(gate_ptr, gate_desc, in_w, weight_stride, k, column, K, N, TMA, BLOCK_K, BLOCK_N)
+            w = load_tile(gate_ptr, gate_desc, in_w, strides.weight, k, column, K, N, TMA, BLOCK_K, BLOCK_N)
             gate = tl.dot(x, w, gate, input_precision=PRECISION)
-            w = load_tile(up_base, up_desc, in_w, weight_stride, k, column, K, N, TMA, BLOCK_K, BLOCK_N)
+            w = load_tile(up_base, up_desc, in_w, strides.weight, k, column, K, N, TMA, BLOCK_K, BLOCK_N)
             up = tl.dot(x, w, up, input_precision=PRECISION)
         i = tl.arange(0, BLOCK_M)
         j = tl.arange(0, BLOCK_N)
@@ -100,8 +98,8 @@ def products(
         offsets = i[:, None] * N + j[None, :]
         corner = tl.cast(row, tl.int64) * N + column
         if keep_gate_ptr is not None:
-            base = corner + tl.cast(group, tl.int64) * keep_stride
-            up_out = _second(keep_gate_ptr, keep_up_ptr, keep_gap)
+            base = corner + tl.cast(group, tl.int64) * strides.keep
+            up_out = _second(keep_gate_ptr, keep_up_ptr, strides.keep_gap)
             tl.store(keep_gate_ptr + base + offsets, gate.to(keep_gate_ptr.dtype.element_ty), mask=inside)
             tl.store(up_out + base + offsets, up.to(keep_gate_ptr.dtype.element_ty), mask=inside)
         if h_ptr is not None:

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from vishwamai.core import gpu
+from vishwamai.ops.loss.gpu_arguments import Tokens
 from vishwamai.ops.loss.gpu_forward import PRECISION, fold_groups, shared_constants
 from vishwamai.ops.loss.gpu_tiles import (
     LossGpuConfig,
@@ -78,11 +79,13 @@ def backward(
         "x_ptr": fold_groups(spec, operands.x),
         "weight_ptr": operands.weight,
         "bias_ptr": operands.bias,
-        "labels_ptr": fold_groups(spec, operands.labels),
-        "logsumexp_ptr": fold_groups(spec, outputs.logsumexp),
-        "dlogsumexp_ptr": fold_groups(spec, cotangents.logsumexp),
-        "dlabel_ptr": fold_groups(spec, cotangents.label_logit),
-        "dsum_ptr": fold_groups(spec, cotangents.logit_sum),
+        "of_tokens": Tokens(
+            fold_groups(spec, operands.labels),
+            fold_groups(spec, outputs.logsumexp),
+            fold_groups(spec, cotangents.logsumexp),
+            fold_groups(spec, cotangents.label_logit),
+            fold_groups(spec, cotangents.logit_sum),
+        ),
     }
 
     def part(step: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from vishwamai.core.gpu_kernels import LOG2E, describe, place
+from vishwamai.ops.loss.gpu_arguments import Tokens
 from vishwamai.ops.loss.gpu_kernels import logits, products
 
 
@@ -50,11 +51,7 @@ def slopes(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    labels_ptr,
-    logsumexp_ptr,
-    dlogsumexp_ptr,
-    dlabel_ptr,
-    dsum_ptr,
+    of_tokens: Tokens,
     step_ptr,
     dz_ptr,
     partial_ptr,
@@ -112,14 +109,14 @@ def slopes(
     i = tl.arange(0, BLOCK_T)
     keep = row + i < T
     offsets = tl.cast(group, tl.int64) * T + row + i
-    logsumexp = tl.load(logsumexp_ptr + offsets, mask=keep, other=0.0)
+    logsumexp = tl.load(of_tokens.logsumexp_ptr + offsets, mask=keep, other=0.0)
     logsumexp = tl.where(logsumexp == float("-inf"), 0.0, logsumexp)
-    dlogsumexp = tl.load(dlogsumexp_ptr + offsets, mask=keep, other=0.0)
-    dlabel = tl.load(dlabel_ptr + offsets, mask=keep, other=0.0)
-    label = tl.load(labels_ptr + offsets, mask=keep, other=-1)
+    dlogsumexp = tl.load(of_tokens.dlogsumexp_ptr + offsets, mask=keep, other=0.0)
+    dlabel = tl.load(of_tokens.dlabel_ptr + offsets, mask=keep, other=0.0)
+    label = tl.load(of_tokens.labels_ptr + offsets, mask=keep, other=-1)
     dsum = tl.zeros([BLOCK_T], tl.float32)
-    if dsum_ptr is not None:
-        dsum = tl.load(dsum_ptr + offsets, mask=keep, other=0.0)
+    if of_tokens.dsum_ptr is not None:
+        dsum = tl.load(of_tokens.dsum_ptr + offsets, mask=keep, other=0.0)
     # From the tile's own corner on, 32 bits hold every offset, and half the registers.
     corner = dz_ptr + (tl.cast(group, tl.int64) * T + row) * entries + column
     sums = partial_ptr

@@ -20,6 +20,7 @@ from vishwamai.core.qtensor import FP4, INT4, bits
 from vishwamai.core.spec import array_spec
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, stage_count, warp_count
+from vishwamai.ops.moe.gpu_arguments import Matrices, Strides
 from vishwamai.ops.moe.reference import gradients
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
 
@@ -207,16 +208,15 @@ def rows_product(
         M=m,
         N=n,
         K=k,
-        rhs_stride=_step(rhs, spec.groups),
-        scale_stride=_step(scale, spec.groups),
-        sizes_stride=_step(sizes, spec.groups),
-        first_stride=_step(first, 1),
-        RHS_PLANES=rhs.shape[0] * spec.groups,
-        BLOCKS=1 if scale is None else scale.shape[2],
-        SIZE=spec.block_k,
-        WIDTH=1 if scale is None else scale.shape[3],
-        FOUR=four,
-        TRANSPOSE=transpose,
+        strides=Strides(*[_step(x, spec.groups) for x in (rhs, scale, sizes)], first=_step(first, 1)),
+        MATRICES=Matrices(
+            PLANES=rhs.shape[0] * spec.groups,
+            BLOCKS=1 if scale is None else scale.shape[2],
+            SIZE=spec.block_k,
+            WIDTH=1 if scale is None else scale.shape[3],
+            FOUR=four,
+            TRANSPOSE=transpose,
+        ),
         PRECISION=_precision(kind),
         TMA_LHS=_aligned(k, kind),
         TMA_RHS=_copies(rhs, block_k if transpose else block_n, four is not None),

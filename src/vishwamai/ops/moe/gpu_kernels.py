@@ -9,6 +9,8 @@ the rows' length, which is a constant, lets them be.
 import triton
 import triton.language as tl
 
+from vishwamai.ops.moe.gpu_arguments import Strides
+
 
 @triton.jit
 def _tiles(ptr, planes, rows, columns, R: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
@@ -172,18 +174,10 @@ def rows_product(
     batch,
     groups,
     M,
-    rhs_stride,
-    scale_stride,
-    sizes_stride,
-    first_stride,
+    strides: Strides,
     N: tl.constexpr,
     K: tl.constexpr,
-    RHS_PLANES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FOUR: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
+    MATRICES: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA_LHS: tl.constexpr,
     TMA_RHS: tl.constexpr,
@@ -196,16 +190,20 @@ def rows_product(
     SPLIT: tl.constexpr,
 ):
     """Grid (PROGRAMS, batch): out `[batch, M, N]`, each row of lhs `[batch, M, K]` times its group's matrix of rhs
-    `[RHS_PLANES, K, N]`.
+    `[PLANES, K, N]`.
 
-    TRANSPOSE: rhs is `[RHS_PLANES, N, K]`. `first_ptr`: the rows where the first groups begin, None for 0. The rows
+    TRANSPOSE: rhs is `[PLANES, N, K]`. `first_ptr`: the rows where the first groups begin, None for 0. The rows
     after the last group are a group more, whose sums are empty, and so are those before the first: GROUPS is a power of
-    two that has entries for both. `rhs_stride`, `scale_stride`, `sizes_stride` and `first_stride` are the matrices,
-    their scales, the sizes and the first rows from one batch entry to the next, 0 where all share them.
+    two that has entries for both.
 
     A quantized rhs has scales `[., BLOCKS, WIDTH]` for blocks of SIZE rows of its matrices as they are stored, or, with
     SIZE 0, one for each of their columns; WIDTH is those columns or 1. FOUR: two numbers of 4 bits share a byte.
     """
+    BLOCKS: tl.constexpr = MATRICES.BLOCKS
+    SIZE: tl.constexpr = MATRICES.SIZE
+    WIDTH: tl.constexpr = MATRICES.WIDTH
+    FOUR: tl.constexpr = MATRICES.FOUR
+    TRANSPOSE: tl.constexpr = MATRICES.TRANSPOSE
     b = tl.program_id(1)
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
@@ -215,13 +213,13 @@ def rows_product(
     COLUMNS: tl.constexpr = K if TRANSPOSE else N
     R: tl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
     C: tl.constexpr = BLOCK_K if TRANSPOSE else BLOCK_N
-    rhs = _tiles(rhs_ptr, RHS_PLANES, ROWS, COLUMNS // PAIR, R, C // PAIR, TMA_RHS)
+    rhs = _tiles(rhs_ptr, MATRICES.PLANES, ROWS, COLUMNS // PAIR, R, C // PAIR, TMA_RHS)
     dtype: tl.constexpr = lhs_ptr.dtype.element_ty
     ids = tl.arange(0, GROUPS)
-    sizes = tl.load(sizes_ptr + b * sizes_stride + ids, mask=ids < groups, other=0)
+    sizes = tl.load(sizes_ptr + b * strides.sizes + ids, mask=ids < groups, other=0)
     ends = tl.cumsum(sizes, 0)
     if first_ptr is not None:
-        first = tl.load(first_ptr + b * first_stride)
+        first = tl.load(first_ptr + b * strides.first)
         ends += first
     starts = tl.minimum(ends - sizes, M)
     ends = tl.where(ids < groups, tl.minimum(ends, M), M)
@@ -241,8 +239,8 @@ def rows_product(
         i, j = _place(local, tl.cdiv(end - start, BLOCK_M), num_n, GROUP_M)
         row = start + i * BLOCK_M
         column = j * BLOCK_N
-        matrix = b * rhs_stride + group
-        scales = b * scale_stride + group
+        matrix = b * strides.rhs + group
+        scales = b * strides.scale + group
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in tl.range(0, tl.where(group < groups, num_k, 0)):
             k = step * BLOCK_K
