@@ -2,6 +2,7 @@
 prints.
 
     python benchmarks/cpu_peers.py --suite attention,gemm
+    python benchmarks/cpu_peers.py --suite gated,loss,sparse,blocks     # whole layers
     taskset -c 1 python benchmarks/cpu_peers.py --clock cpu # on a busy machine: one core, and the CPU time that the
     process itself used
 
@@ -22,8 +23,16 @@ from vishwamai.bench.ratios import Comparison, main
 from vishwamai.bench.subject import Arrays, Peer
 from vishwamai.bench.subjects import gemm as gemm_subject
 from vishwamai.core.cases import ArrayInit, Case
+from vishwamai.ops.gated.cases import gated as gated_unit
+from vishwamai.ops.loss.cases import Labels
 from vishwamai.ops.paged_attention.cases import ForwardCase, tables
 from vishwamai.ops.rope.cases import rope
+from vishwamai.ops.sparse import block_indices, local
+
+GATED = ((1, 2048, 5632), (64, 2048, 5632), (512, 1024, 4096))  # rows, features, hidden
+LOSS = ((256, 32000, 768),)  # tokens, vocab, features
+SPARSE = ((512, 4096, 64, 16),)  # rows, width of a square weight, its blocks, blocks of a row that are there
+BLOCKS = ((8, 2048, 64, 64, 4),)  # heads, tokens, head_dim, block, blocks on either side of the diagonal
 
 
 def _attention(name: str, query: tuple[int, ...], key: tuple[int, ...], dtype: str, **options: Any) -> Case:
@@ -165,6 +174,68 @@ def paged(options: Namespace) -> Iterator[Comparison]:
         yield Comparison(case, "GB/s", more={"read": read})
 
 
+def comparisons_of(case: Case, xla: str = "xla") -> Iterator[Comparison]:
+    """A case, and its gradients."""
+    yield Comparison(case, xla=xla)
+    with_gradients = Case(f"{case.name} + grad", case.op, case.call, case.arrays, case.options)
+    yield Comparison(with_gradients, gradients=True, xla=xla)
+
+
+def gated(options: Namespace) -> Iterator[Comparison]:
+    for dtype in options.dtypes:
+        for rows, features, hidden in GATED:
+            weight = ArrayInit((features, hidden), dtype, scale=features**-0.5)
+            arrays = {"x": ArrayInit((rows, features), dtype), "gate": weight, "up": weight}
+            name = f"gated {dtype} {rows}x{features}x{hidden}"
+            yield from comparisons_of(Case(name, "gated_linear_unit", gated_unit, arrays))
+
+
+def loss(options: Namespace) -> Iterator[Comparison]:
+    for dtype in options.dtypes:
+        for tokens, vocab, features in LOSS:
+            arrays = {
+                "x": ArrayInit((tokens, features), dtype),
+                "weight": ArrayInit((vocab, features), dtype, scale=features**-0.5),
+                "labels": Labels((tokens,), "int32", "integers", vocab=vocab),
+            }
+            name = f"loss {dtype} {tokens}x{vocab}x{features}"
+            yield from comparisons_of(Case(name, "linear_cross_entropy", vishwamai.linear_cross_entropy, arrays))
+
+
+def sparse(options: Namespace) -> Iterator[Comparison]:
+    """torch multiplies by the dense weight, which one would run without blocks. The work is that of the blocks that are
+    there.
+    """
+    rng = np.random.default_rng(0)
+    for dtype in options.dtypes:
+        for rows, width, block, row_blocks in SPARSE:
+            number = width // block
+            live = np.zeros((number, number), bool)
+            for row in live:
+                row[rng.choice(number, row_blocks, replace=False)] = True
+            indices = block_indices(live)
+            arrays = {
+                "dense": ArrayInit((rows, width), dtype),
+                "values": ArrayInit((len(indices), block, block), dtype),
+            }
+            name = f"sparse {dtype} {rows}x{width}x{width} {live.mean():.2f} of {block}x{block}"
+            how = {"indices": indices, "shape": (width, width)}
+            yield Comparison(Case(name, "block_sparse_matmul", vishwamai.block_sparse_matmul, arrays, how))
+
+
+def blocks(options: Namespace) -> Iterator[Comparison]:
+    """Attention over a band of blocks; torch is given the mask of every position."""
+    for dtype in options.dtypes:
+        for heads, tokens, dim, block, side in BLOCKS:
+            live = local(tokens // block, side, side)
+            arrays = {name: ArrayInit((1, heads, tokens, dim), dtype) for name in ("query", "key", "value")}
+            name = f"blocks {dtype} {heads}x{tokens}x{dim} {live.mean():.2f} of {block}"
+            how = {"block_mask": live, "block_size": block}
+            yield from comparisons_of(
+                Case(name, "attention", vishwamai.block_sparse_attention, arrays, how), xla="xla_chunked"
+            )
+
+
 SUITES = {
     suite.__name__: suite
     for suite in (
@@ -180,6 +251,10 @@ SUITES = {
         rows,
         rows_grad,
         paged,
+        gated,
+        loss,
+        sparse,
+        blocks,
     )
 }
 DEFAULT = ("attention", "attention_grad", "decode", "gemm", "int8", "norm", "rows", "rows_grad", "paged")
