@@ -90,9 +90,9 @@ class Compiler:
         return self
 
     def __exit__(self, *error: object) -> None:
-        asked = self._child.running
+        running = self._child.running
         self._child.__exit__(*error)
-        if asked:
+        if running:
             caches.trim("aot")
 
     def probe(self, program: Program, options: Options | None = None) -> ProgramMemory:
