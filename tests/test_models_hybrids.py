@@ -19,7 +19,7 @@ from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import from_dict
 from vishwamai.training.run import train
 
-HYBRIDS = ["mamba2", "bamba", "granitemoehybrid", "nemotron_h"]
+HYBRIDS = ["mamba2", "bamba", "granitemoehybrid", "nemotron_h", "lfm2_moe", "olmo_hybrid", "kimi_linear"]
 
 
 def tiny(name: str) -> ModelConfig:
@@ -27,23 +27,24 @@ def tiny(name: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.turns(2)
+@pytest.mark.turns(8)
 def test_packed_sequences_do_not_mix_and_every_parameter_has_a_gradient(name: str) -> None:
     model = Decoder(tiny(name), rngs=nnx.Rngs(0), stacked=True)
-    first, second = (np.random.default_rng(i).integers(3, 131, n) for i, n in enumerate((9, 14)))
-    row, ids = np.concatenate([first, second])[None], np.repeat([1, 2], (9, 14))[None]
-    positions = np.concatenate([np.arange(9), np.arange(14)])[None]
-    packed = model(*(jnp.asarray(x, jnp.int32) for x in (row, positions, ids)))
-    single = jnp.concatenate([model(jnp.asarray(x[None])) for x in (first, second)], axis=1)
-    np.testing.assert_allclose(packed, single, atol=5e-5)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(3, 131, (1, 20)))
-    gradient = nnx.jit(nnx.grad(lambda m, t: jnp.sum(jnp.square(m.logits(m(t))))))(model, tokens)
+    rows = jnp.asarray(np.random.default_rng(0).integers(3, 131, (2, 11)), jnp.int32)
+    ids, positions = jnp.repeat(jnp.array([[1, 2]]), 11, axis=1), jnp.tile(jnp.arange(11), 2)[None]
+
+    def loss(model: Decoder) -> tuple[Any, Any]:
+        hidden = model(rows.reshape(1, -1), positions, ids)
+        return jnp.sum(jnp.square(model.logits(hidden))), hidden
+
+    gradient, packed = nnx.jit(nnx.grad(loss, has_aux=True))(model)
+    np.testing.assert_allclose(packed.reshape(2, 11, -1), nnx.jit(lambda model: model(rows))(model), atol=5e-5)
     layers: Any = nnx.to_pure_dict(gradient)["layers"]
     zero = {name for layer in layers.values() for name, g in layer.items() if not float(jnp.abs(g).max()) > 0}
     assert zero <= {"router_correction"}  # which chooses experts only
 
 
-def training(name: str, directory: Path) -> TrainConfig:
+def training(name: str, directory: Path, **keys: Any) -> TrainConfig:
     """Two steps of a tiny model on a text."""
     (directory / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
     model = {**TINY[name].config().to_dict(), "vocab_size": 288}
@@ -55,12 +56,13 @@ def training(name: str, directory: Path) -> TrainConfig:
             "optimizer": {"learning_rate": 0.01},
             "steps": 2,
             "batch_size": 1,
+            **keys,
         }
     )
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.turns(3)
+@pytest.mark.turns(8)
 def test_a_plan_counts_the_parameters_of_transformers_and_a_run_trains_them(name: str, tmp_path: Path) -> None:
     config = training(name, tmp_path)
     peer = models_peer.Peer.build(transformers_config(config))
@@ -69,6 +71,17 @@ def test_a_plan_counts_the_parameters_of_transformers_and_a_run_trains_them(name
     assert training_memory(config, "v5e").parts["parameters"].value == 4 * numbers
     losses = [record.loss for record in train(config, tmp_path / "run")]
     assert len(losses) == 2 and np.isfinite(losses).all() and losses[1] != losses[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"expert": 2}], ids=str)
+def test_a_mesh_does_not_change_a_run(mesh: dict[str, int], tmp_path: Path) -> None:
+    """Experts without a gate, in a latent space, next to a network that every token passes."""
+    single, split = (
+        [r.loss for r in train(training("nemotron_h", tmp_path, batch_size=2, **keys), tmp_path / name)]
+        for name, keys in (("single", {}), ("split", {"mesh": mesh}))
+    )
+    np.testing.assert_allclose(split, single, rtol=1e-4)
 
 
 def transformers_config(config: TrainConfig) -> Any:

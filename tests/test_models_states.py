@@ -19,7 +19,9 @@ STEPS = ((70, 2, 1, 1), (1, 1, 0, 3), (19, 2, 0, 13))
 """New tokens of each sequence: long and short prompts, single tokens, and none."""
 
 
-@pytest.mark.parametrize(("family", "stacked"), [("qwen3_5_text", True), ("qwen3_next", False), ("lfm2", True)])
+@pytest.mark.parametrize(
+    ("family", "stacked"), [("qwen3_5_text", True), ("qwen3_next", False), ("lfm2", True), ("nemotron_h", False)]
+)
 def test_steps_over_slots_are_the_whole_sequences(family: str, stacked: bool) -> None:
     config = ModelConfig.from_dict(TINY[family].config().to_dict())
     model = Decoder(config, rngs=nnx.Rngs(0), stacked=stacked)

@@ -77,7 +77,7 @@ def from_pretrained(
             f"from_pretrained: `rules` have {unknown[0]!r}; a decoder's axes are named {', '.join(LOGICAL_NAMES)}."
         )
     checked_rules = LogicalRules({**dict.fromkeys(LOGICAL_NAMES), **(rules or {})})
-    index = _index(directory, quantize)
+    index = _index(directory, quantize, config)
     used: set[str] = set()
 
     def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
@@ -130,7 +130,7 @@ def storages(directory: Path, config: ModelConfig) -> Callable[[str, Parameter, 
 
     Raises: as `from_pretrained`, as does the function.
     """
-    index = _index(directory, KEEP)
+    index = _index(directory, KEEP, config)
 
     def find(name: str, parameter: Parameter, layer: int | None) -> Storage | None:
         where = piece(config, name, parameter, layer)
@@ -173,7 +173,7 @@ def quantization(directory: Path) -> dict[str, Any] | None:
     return settings
 
 
-def _index(directory: Path, quantize: str | None) -> Index:
+def _index(directory: Path, quantize: str | None, config: ModelConfig) -> Index:
     if quantize is not None and quantize not in (KEEP, *QUANTIZATIONS):
         raise ShapeError(
             f"from_pretrained: `quantize` is {quantize!r}; pass {', '.join((KEEP, *QUANTIZATIONS))} or None."
@@ -190,7 +190,10 @@ def _index(directory: Path, quantize: str | None) -> Index:
             f"from_pretrained: `quantize` is {KEEP!r}, but {source} has no `quantization_config`: its weights are "
             f"plain. Pass {', '.join(QUANTIZATIONS)} or None."
         )
-    return decode_index(text_tensors(read_index(directory)), settings, str(source))
+    index = text_tensors(read_index(directory))
+    for part, name in FAMILIES[config.family].renamed.items():
+        index = {key.replace(part, name): entry for key, entry in index.items()}
+    return decode_index(index, settings, str(source))
 
 
 def _storage(

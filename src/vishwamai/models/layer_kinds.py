@@ -227,7 +227,7 @@ def read_layers(
             rope = _unrotated(values, reads, rope.theta)
         mixer = family.mixers[kind].read(sizes.get(kind, {}), windows.get(kind), rope)
         network = family.mixture if sparse else family.feed_forward
-        kinds.append(LayerKind(mixer, family.feed_forwards.get(kind, network)))
+        kinds.append(LayerKind(mixer, family.feed_forwards.get(kind, network), family.norms.get(kind)))
     return tuple(kinds)
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 from vishwamai.core.errors import ConfigError
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config
 from vishwamai.models.checkpoint import quantized
+from vishwamai.models.families import FAMILIES
 from vishwamai.models.hub import HubModel, local_model
 from vishwamai.models.parameters import parameter_axes
 from vishwamai.training.chat import end_of_text
@@ -121,6 +122,10 @@ def model_config(config: TrainConfig, vocab: int | None = None, **defaults: Any)
     if vocab is None and "vocab_size" not in keys:
         vocab = _vocab(config)
     defaults |= {"vocab_size": vocab, "max_position_embeddings": config.data.sequence_length}
+    family = FAMILIES.get(str(keys.get("model_type")))
+    aliases = {} if family is None else family.aliases
+    names = {aliases.get(key, key) for key in keys}
+    defaults = {key: value for key, value in defaults.items() if aliases.get(key, key) not in names}
     return ModelConfig.from_dict({**defaults, **keys}, "config: model.config")
 
 

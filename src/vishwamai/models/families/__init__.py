@@ -11,6 +11,7 @@ from vishwamai.models.families.dense import DENSE
 from vishwamai.models.families.experts import MIXTURES
 from vishwamai.models.families.family import IDLE, IGNORED, Family
 from vishwamai.models.families.gemma import GEMMA
+from vishwamai.models.families.kimi import KIMI
 from vishwamai.models.families.latent import LATENT
 from vishwamai.models.families.llama4 import LLAMA4
 from vishwamai.models.families.mamba import MAMBA
@@ -28,6 +29,7 @@ FAMILIES: Mapping[str, Family] = {
     **SPARSE,
     **LLAMA4,
     **LATENT,
+    **KIMI,
     **DELTA,
     **CONV,
     **MAMBA,

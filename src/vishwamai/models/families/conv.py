@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vishwamai.models.families.family import COMMON, Family, tokens
+from vishwamai.models.families.family import COMMON, EXPERTS, INNER, Family, tokens
 from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.short_conv import ShortConv
 from vishwamai.models.parameters import PREFIX, Tensor
@@ -44,16 +44,41 @@ def lfm2_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return result
 
 
+_KEYS = {
+    **{key: field for key, field in COMMON.items() if field != "norm_eps"},
+    "norm_eps": "norm_eps",
+    "conv_L_cache": "conv.width",
+}
+_DEFAULTS: dict[str, Any] = {
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 8,
+    **tokens(1, 2, 0),
+}
+_NETWORK = PREFIX + "feed_forward."
+_TENSORS = {
+    "norm": Tensor("model.embedding_norm.weight"),
+    "attention_norm": Tensor(PREFIX + "operator_norm.weight"),
+    "mlp_norm": Tensor(PREFIX + "ffn_norm.weight"),
+    "output": Tensor(PREFIX + "self_attn.out_proj.weight", True),
+    "query_norm": Tensor(PREFIX + "self_attn.q_layernorm.weight"),
+    "key_norm": Tensor(PREFIX + "self_attn.k_layernorm.weight"),
+    **{
+        f"{start}{name}": Tensor(f"{_NETWORK}{module}{short}.weight", True)
+        for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        for start, module in (("", ""), ("expert_", "experts.{expert}."))
+    },
+    "router": Tensor(_NETWORK + "gate.weight", True),
+    "router_correction": Tensor(_NETWORK + "expert_bias"),
+}
+
 CONV: Mapping[str, Family] = {
     "lfm2": Family(
         "Lfm2ForCausalLM",
-        {
-            **{key: field for key, field in COMMON.items() if field != "norm_eps"},
-            "norm_eps": "norm_eps",
-            "conv_L_cache": "conv.width",
-        },
+        _KEYS,
         {"qk_norm": "head"},
-        {"norm_eps": 1e-5, "conv_L_cache": 3, "tie_word_embeddings": True, "num_key_value_heads": 8, **tokens(1, 2, 0)},
+        _DEFAULTS,
         fixed={"conv_bias": (False,), "block_use_swiglu": (True,), "use_pos_enc": (True,)},
         ignored=(
             *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init"),
@@ -65,16 +90,34 @@ CONV: Mapping[str, Family] = {
         layer_types="types",
         theta=1_000_000.0,
         mixers={"full_attention": Attention, "conv": ShortConv},
-        tensors={
-            "norm": Tensor("model.embedding_norm.weight"),
-            "attention_norm": Tensor(PREFIX + "operator_norm.weight"),
-            "mlp_norm": Tensor(PREFIX + "ffn_norm.weight"),
-            "output": Tensor(PREFIX + "self_attn.out_proj.weight", True),
-            "query_norm": Tensor(PREFIX + "self_attn.q_layernorm.weight"),
-            "key_norm": Tensor(PREFIX + "self_attn.k_layernorm.weight"),
-            "gate": Tensor(PREFIX + "feed_forward.w1.weight", True),
-            "up": Tensor(PREFIX + "feed_forward.w3.weight", True),
-            "down": Tensor(PREFIX + "feed_forward.w2.weight", True),
+        tensors=_TENSORS,
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM",
+        {
+            **_KEYS,
+            **EXPERTS,
+            **INNER,
+            "norm_topk_prob": "experts.normalize",
+            "num_dense_layers": "dense_layers",
+            "num_experts": "experts.count",
+            "routed_scaling_factor": "experts.scale",
         },
-    )
+        {"qk_norm": "head", "experts.method": "noaux_tc"},
+        {
+            **_DEFAULTS,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.0,
+        },
+        fixed={"conv_bias": (False,), "use_expert_bias": (True,)},
+        aliases={"tie_embedding": "tie_word_embeddings", "num_local_experts": "num_experts"},
+        layer_types="types",
+        theta=1_000_000.0,
+        mixers={"full_attention": Attention, "conv": ShortConv},
+        tensors=_TENSORS,
+    ),
 }

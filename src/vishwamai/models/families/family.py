@@ -50,9 +50,11 @@ class Family:
       local_theta: base of layers with a window where they have a rotation of their own; None where they share it.
       global_rope: layers without a window rotate; False: only in a model without windows; None: never.
       mixers: classes of the mixers, by layer type.
+      norms: `ModelConfig.norms` of layers of a type, where it is not that of the model.
       feed_forward, mixture: feed-forward networks of layers without and with experts.
       feed_forwards: the same by layer type, where the type says which network a layer has.
       unread: starts of the names of tensors that the decoder leaves out, such as those of layers that draft.
+      renamed: parts of the names of tensors that some files write otherwise, and what `tensors` has in their place.
       tensors: names that differ from the common ones, by parameter; None where the common one is absent.
       norm_tensors: names that differ from these with some of `ModelConfig.norms`.
     """
@@ -79,10 +81,12 @@ class Family:
     local_theta: float | None = None
     global_rope: bool | None = True
     mixers: Mapping[str, type[Mixer]] = dataclasses.field(default_factory=lambda: ATTENTION)
+    norms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     feed_forward: FeedForward = Gated()
     mixture: FeedForward = Mixture()
     feed_forwards: Mapping[str, FeedForward] = dataclasses.field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     norm_tensors: Mapping[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
 

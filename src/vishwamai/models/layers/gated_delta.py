@@ -36,6 +36,8 @@ class GatedDelta(Recurrent):
       key_heads, value_heads: heads of queries and keys, and of values; the one divides the other.
       key_dim, value_dim: features of a head.
       width: tokens that the convolution sees.
+      negative: betas reach 2, so that a token may reverse what the state has of its key.
+      norm_eps: constant of the norm of heads; None for that of the model.
     """
 
     key_heads: int = 16
@@ -43,7 +45,10 @@ class GatedDelta(Recurrent):
     key_dim: int = 128
     value_dim: int = 128
     width: int = 4
+    negative: bool = False
+    norm_eps: float | None = None
 
+    gate_activation: ClassVar[str] = "silu"
     tensors: ClassVar[Mapping[str, Tensor]] = {
         "delta_qkv": Tensor(PREFIX + "linear_attn.in_proj_qkv.weight", True),
         "delta_gate": Tensor(PREFIX + "linear_attn.in_proj_z.weight", True),
@@ -84,13 +89,12 @@ class GatedDelta(Recurrent):
 
     def mix(self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Tokens) -> Any:
         mixed, gate, beta, decay = self._inputs(arrays, x)
-        kernel = arrays["delta_filter"][:, 0].astype(x.dtype)
-        mixed = tokens.convolve("filter", mixed, kernel, activation=config.activation)
+        mixed = tokens.convolve("filter", mixed, self._filter(arrays).astype(x.dtype), activation=config.activation)
         keys = self.key_heads * self.key_dim
         query, key, value = jnp.split(mixed, (keys, 2 * keys), axis=-1)
         query, key = (_unit(_by_head(y, self.key_dim)) for y in (query, key))
-        step = jax.nn.softplus(decay.astype(jnp.float32) + arrays["delta_step"].astype(jnp.float32))
-        decay = -jnp.exp(arrays["delta_rate"].astype(jnp.float32)) * step
+        decay = self._decay(arrays, decay)
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32)) * (2.0 if self.negative else 1.0)
         out = tokens.recur(
             "memory",
             vishwamai.gated_delta_rule,
@@ -98,10 +102,10 @@ class GatedDelta(Recurrent):
             key,
             _by_head(value, self.value_dim),
             jnp.swapaxes(decay, 1, 2),
-            jnp.swapaxes(jax.nn.sigmoid(beta.astype(jnp.float32)), 1, 2),
+            jnp.swapaxes(beta, 1, 2),
         )
-        out = vishwamai.rms_norm(jnp.swapaxes(out, 1, 2), arrays["delta_norm"], eps=config.norm_eps)
-        gate = activate("silu", gate.reshape(out.shape).astype(jnp.float32))
+        out = vishwamai.rms_norm(jnp.swapaxes(out, 1, 2), arrays["delta_norm"], eps=self.norm_eps or config.norm_eps)
+        gate = activate(self.gate_activation, gate.reshape(out.shape).astype(jnp.float32))
         flat = checkpoint_name((out * gate).astype(x.dtype).reshape(*x.shape[:-1], -1), "mixed")
         # Every device of the mesh axis "tensor" has all heads: the sum over them counts one.
         return tokens.axes.once(linear(flat, arrays["delta_output"]))
@@ -126,6 +130,15 @@ class GatedDelta(Recurrent):
         names = ("delta_qkv", "delta_gate", "delta_beta", "delta_decay")
         qkv, gate, beta, decay = (linear(x, arrays[name]) for name in names)
         return qkv, gate, beta, decay
+
+    def _filter(self, arrays: Arrays) -> Any:
+        """The convolution's weight `[channels, width]`."""
+        return arrays["delta_filter"][:, 0]
+
+    def _decay(self, arrays: Arrays, logits: Any) -> Any:
+        """float32 logarithms of the decays `[batch, seq, value_heads]`, or `[batch, seq, value_heads, key_dim]`."""
+        step = jax.nn.softplus(logits.astype(jnp.float32) + arrays["delta_step"].astype(jnp.float32))
+        return -jnp.exp(arrays["delta_rate"].astype(jnp.float32)) * step
 
 
 @dataclasses.dataclass(frozen=True)

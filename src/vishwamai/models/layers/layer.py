@@ -56,10 +56,12 @@ class LayerKind:
     Attributes:
       mixer: the half in which tokens exchange information.
       feed_forward: the half that computes each token on its own.
+      norms: where it normalizes; None for `ModelConfig.norms`.
     """
 
     mixer: Mixer = Attention()
     feed_forward: FeedForward = Gated()
+    norms: str | None = None
 
     @property
     def experts(self) -> bool:
@@ -84,7 +86,7 @@ class LayerKind:
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """The parameters of one layer by name."""
         halves = {"attention": self.mixes, "mlp": self.computes}
-        names = [name for name in NORMS[config.norms] if halves[name.split("_")[0]]]
+        names = [name for name in NORMS[self.norms or config.norms] if halves[name.split("_")[0]]]
         norms = {key: p for name in names for key, p in norm_parameters(config, name).items()}
         if config.layer_scale:
             norms["layer_scale"] = Parameter((1,), (None,), "ones")
@@ -116,38 +118,39 @@ def layer(
       The next carry, the pool, and the load of the experts (None without).
     """
     axes = tokens.axes if isinstance(tokens, Rows) else ONE_DEVICE
+    norms = kind.norms or config.norms
     if not kind.mixes:
-        x, stream = _enter(config, arrays, "mlp_norm", carry)
+        x, stream = _enter(config, norms, arrays, "mlp_norm", carry)
         out, load = kind.feed_forward(config, arrays, checkpoint_name(x, "mlp_input"), axes, token_mask)
-        return (stream, _leave(config, arrays, "mlp_post_norm", axes.total(out))), pool, load
-    x, stream = _enter(config, arrays, "attention_norm", carry)
+        return (stream, _leave(config, norms, arrays, "mlp_post_norm", axes.total(out))), pool, load
+    x, stream = _enter(config, norms, arrays, "attention_norm", carry)
     if isinstance(tokens, Rows):
         mixed = kind.mixer(config, arrays, x, tokens)
     else:
         mixed, pool = kind.mixer.step(config, arrays, x, tokens, pool, first)
     if not kind.computes:
-        return (stream, _leave(config, arrays, "attention_post_norm", axes.total(mixed))), pool, None
-    parallel = config.norms in ("parallel", "shared")
+        return (stream, _leave(config, norms, arrays, "attention_post_norm", axes.total(mixed))), pool, None
+    parallel = norms in ("parallel", "shared")
     if not parallel:
-        mixed = _leave(config, arrays, "attention_post_norm", axes.total(mixed))
-        x, stream = _enter(config, arrays, "mlp_norm", (stream, mixed))
-    elif config.norms == "parallel":
-        x, _ = _enter(config, arrays, "mlp_norm", (stream, None))
+        mixed = _leave(config, norms, arrays, "attention_post_norm", axes.total(mixed))
+        x, stream = _enter(config, norms, arrays, "mlp_norm", (stream, mixed))
+    elif norms == "parallel":
+        x, _ = _enter(config, norms, arrays, "mlp_norm", (stream, None))
     x = checkpoint_name(x, "mlp_input")
     extra = {"stream": stream} if kind.feed_forward.reads_stream else {}
     out, load = kind.feed_forward(config, arrays, x, axes, token_mask, **extra)
     out = axes.total(out + mixed if parallel else out)
-    out = _leave(config, arrays, "mlp_post_norm", out)
+    out = _leave(config, norms, arrays, "mlp_post_norm", out)
     if config.layer_scale:
         scale = jax.lax.stop_gradient(arrays["layer_scale"]).astype(stream.dtype)
         stream, out = stream * scale, out * scale
     return (stream, out), pool, load
 
 
-def _enter(config: ModelConfig, arrays: Arrays, name: str, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+def _enter(config: ModelConfig, norms: str, arrays: Arrays, name: str, carry: tuple[Any, Any]) -> tuple[Any, Any]:
     """A block's input and the stream: the sum of the carry, normalized where the family has a norm of that name."""
     stream, delta = carry
-    if name not in NORMS[config.norms]:
+    if name not in NORMS[norms]:
         total = stream if delta is None else checkpoint_name(stream + delta, "stream")
         return total, total
     scale, bias = arrays.get(name), arrays.get(f"{name}_bias")
@@ -157,11 +160,11 @@ def _enter(config: ModelConfig, arrays: Arrays, name: str, carry: tuple[Any, Any
     return x, checkpoint_name(total, "stream")
 
 
-def _leave(config: ModelConfig, arrays: Arrays, name: str, delta: Any) -> Any:
+def _leave(config: ModelConfig, norms: str, arrays: Arrays, name: str, delta: Any) -> Any:
     """A block's output, normalized where the family has a norm of that name."""
     delta = checkpoint_name(delta, "block_output")
     if config.block_multiplier != 1.0:
         delta = delta * jnp.asarray(config.block_multiplier, delta.dtype)
-    if name not in NORMS[config.norms]:
+    if name not in NORMS[norms]:
         return delta
     return norm(config, delta, arrays.get(name), bias=arrays.get(f"{name}_bias"))
