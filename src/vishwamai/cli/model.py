@@ -111,8 +111,12 @@ def _gib(text: str) -> int:
 def fetch(path: Path, weights: bool = True) -> tuple[Path, str]:
     """The local directory or file of a model, fetched from the Hub where a name of it is passed, and its name."""
     from vishwamai.models.hub import HubModel, local_model
+    from vishwamai.models.remote import address
 
-    model = HubModel.parse(path)
+    model, place = HubModel.parse(path), address(path)
+    if place is not None:
+        say(f"copying {place}")
+        return local_model(place), path.name
     if model is None:
         return path, path.resolve().name
     say(f"fetching {model} from the Hub, or its cache")

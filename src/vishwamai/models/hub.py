@@ -16,6 +16,7 @@ from pathlib import Path
 
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.installing import install_line
+from vishwamai.models.remote import address, fetched
 
 TEXTS = ("*.json", "*.jinja")
 WEIGHTS = ("*.safetensors",)
@@ -78,13 +79,16 @@ def local_model(path: str | os.PathLike[str], weights: bool = True) -> Path:
     """The path itself, or the directory or GGUF file into which a model of the Hub was fetched.
 
     Args:
-      path: a directory, a GGUF file, or a name of the Hub.
+      path: a directory, a GGUF file, a name of the Hub, or an address such as gs://bucket/model.
       weights: fetch them too, not the configuration and the tokenizer alone.
 
     Raises:
       ShapeError: the Hub has no such model or revision, or it is not open to this user.
       DeviceError: the Hub cannot be reached, and its cache does not have the model.
     """
+    place = address(path)
+    if place is not None:
+        return fetched(place)
     model = HubModel.parse(path)
     return Path(path) if model is None else _fetched(model, weights)
 

@@ -15,14 +15,18 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import orbax.checkpoint as ocp
 
 from vishwamai.core import caches
 from vishwamai.core.errors import ConfigError, DeviceError
+from vishwamai.models import remote
 from vishwamai.training.step import TrainState
+
+if TYPE_CHECKING:
+    from etils import epath
 
 _FAILURES = (OSError, RuntimeError, ValueError)
 """What Orbax and TensorStore raise where a file cannot be written."""
@@ -35,6 +39,9 @@ CHECKSUMS = "checksums.json"
 
 _METADATA = "_CHECKPOINT_METADATA"
 """In the directory of a checkpoint: Orbax reads it of each, also of those that are not restored."""
+
+CHECKPOINTS = "checkpoints"
+"""Directory of the copies below `checkpoint.remote`."""
 
 DAMAGED = "damaged-checkpoints"
 """Next to the directory of checkpoints: those that could not be read."""
@@ -124,6 +131,34 @@ def _set_aside(path: Path, reason: str) -> None:
     )
 
 
+def fetch_newest(address: str, folder: Path) -> None:
+    """Copies the newest whole checkpoint of an address into a directory of checkpoints, unless that has one as new.
+
+    Raises:
+      DeviceError: the address cannot be reached or read.
+    """
+    source = remote.remote_path(address) / CHECKPOINTS
+    newest = max((int(path.name) for path in _steps(folder) if damage(path) is None), default=-1)
+    for step in sorted(_remote_steps(source), reverse=True):
+        if step <= newest:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with caches.temporary_directory(folder.parent) as draft:
+            remote.receive(source / str(step), draft / str(step))
+            reason = damage(draft / str(step))
+            if reason is None:
+                shutil.rmtree(folder / str(step), ignore_errors=True)
+                (draft / str(step)).rename(folder / str(step))
+                return
+        warnings.warn(f"resume: the copy of step {step} in {address} is damaged: {reason}.", stacklevel=2)
+
+
+def _remote_steps(source: epath.Path) -> list[int]:
+    """The steps whose copy is complete."""
+    paths = source.iterdir() if source.exists() else ()
+    return [int(path.name) for path in paths if path.name.isdigit() and (path / CHECKSUMS).exists()]
+
+
 class Checkpoints:
     """The checkpoints in a directory, of which the newest `keep` are kept; a context manager that waits for the last.
 
@@ -138,9 +173,10 @@ class Checkpoints:
     {'next_index': 5}
     """
 
-    def __init__(self, folder: str | Path, keep: int):
+    def __init__(self, folder: str | Path, keep: int, address: str | None = None):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
-        self.folder, self._keep = Path(folder).absolute(), keep
+        self.folder, self._keep, self._remote = Path(folder).absolute(), keep, address
+        self._sent: concurrent.futures.Future[None] | None = None
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._sealing = concurrent.futures.ThreadPoolExecutor(1) if jax.process_index() == 0 else None
         self._started: int | None = None  # the step of the newest checkpoint, which may not be complete
@@ -161,6 +197,8 @@ class Checkpoints:
         finally:
             if self._sealing is not None:
                 self._sealing.shutdown()
+        if error is None and self._sent is not None:
+            self._sent.result()
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
@@ -187,10 +225,21 @@ class Checkpoints:
     def _seal_begun(self) -> None:
         """Begins to write the checksums of the newest checkpoint, which is complete; reading it takes a while."""
         if self._started is not None and self._sealing is not None:
-            sealing = self._sealing.submit(_seal, self.folder / str(self._started))
-            if self._keep == 1:  # Orbax will remove the directory while the next one is written
-                sealing.result()
+            if self._sent is not None and self._sent.done():
+                self._sent.result()  # an error of the copy before
+            self._sent = self._sealing.submit(self._seal_and_send, self.folder / str(self._started))
+            if self._keep == 1 or self._remote:  # Orbax removes old directories while the next one is written
+                self._sent.result()
         self._started = None
+
+    def _seal_and_send(self, step: Path) -> None:
+        _seal(step)
+        if self._remote is not None:
+            target = remote.remote_path(self._remote) / CHECKPOINTS
+            remote.send(step, target / step.name, CHECKSUMS)
+            for old in sorted(_remote_steps(target), reverse=True)[self._keep :]:
+                (target / str(old) / CHECKSUMS).unlink()  # what is removed in part does not count
+                (target / str(old)).rmtree()
 
     def _unwritten(self, failure: BaseException) -> DeviceError:
         # The manager counts a step that it has begun to write; a directory has its name when it is whole.

@@ -205,6 +205,11 @@ class Fp8Section(_Section):
 class CheckpointSection(_Section):
     every: Positive = key("steps between checkpoints", 100)
     keep: Positive = key("checkpoints that are kept", 3)
+    remote: str | None = key(
+        "address such as gs://bucket/run or s3://bucket/run, where checkpoints and the model are copied to; --resume "
+        "goes on from the newest checkpoint there where the directory of the run has none that is newer",
+        None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

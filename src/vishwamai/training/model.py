@@ -19,6 +19,7 @@ from vishwamai.models.checkpoint import quantized
 from vishwamai.models.families import FAMILIES
 from vishwamai.models.hub import HubModel, local_model
 from vishwamai.models.parameters import parameter_axes
+from vishwamai.models.remote import address
 from vishwamai.training.chat import end_of_text
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
@@ -91,7 +92,8 @@ def with_local_model(config: TrainConfig, weights: bool = True) -> TrainConfig:
     """
 
     def local(path: str | None, weights: bool) -> str | None:
-        return None if path is None or HubModel.parse(path) is None else str(local_model(path, weights))
+        named = path is not None and (HubModel.parse(path) is not None or address(path) is not None)
+        return str(local_model(path, weights)) if named else None
 
     model, tokenizer = config.model, config.tokenizer
     start, path = local(model.start_from, weights), local(tokenizer.path, False)

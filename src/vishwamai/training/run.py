@@ -20,7 +20,8 @@ from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.core.host_memory import give_back
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
-from vishwamai.training.checkpoints import Checkpoints, described, holds_checkpoint, set_damaged_aside
+from vishwamai.models.remote import remote_path, send
+from vishwamai.training.checkpoints import Checkpoints, described, fetch_newest, holds_checkpoint, set_damaged_aside
 from vishwamai.training.checks import check
 from vishwamai.training.compute_dtype import as_recorded, resolved_for_run
 from vishwamai.training.config import TrainConfig
@@ -72,6 +73,8 @@ def train(
     config = with_local_model(original)
     check(config)
     check_trackers(config)
+    if config.checkpoint.remote is not None and is_first():
+        remote_path(config.checkpoint.remote)  # what is wrong with it is said before the first step
     if profile and (reason := why_no_trace()) is not None:
         raise DeviceError(f"train: `profile` is {profile}, but {reason}.")
     first_alone(lambda: claim(original, folder, resume))
@@ -90,11 +93,14 @@ def _steps(
 ) -> Generator[Record, None, Stopped | None]:
     """The loop of `train`."""
     if resume:
-        first_alone(lambda: set_damaged_aside(folder / "checkpoints"))
+        first_alone(lambda: _restorable(config, folder))
     batches, step = iter(training_batches(job.corpus, config.seed, config.batch_size, *job.layout.reader)), 0
     held_out = held_out_batches(job.corpus, config.batch_size, *job.layout.reader)
     # Signals are taken until the last checkpoint is whole: an exception at its end would leave the write to a thread.
-    with stop_signals() as request, Checkpoints(folder / "checkpoints", config.checkpoint.keep) as checkpoints:
+    with (
+        stop_signals() as request,
+        Checkpoints(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.remote) as checkpoints,
+    ):
         if resume and checkpoints.latest() is not None:
             like = described(job.unplace(state))
             del state  # its memory is that of the restored one
@@ -161,7 +167,16 @@ def _steps(
     if step < config.steps:
         return Stopped(step, request.number)
     job.export(exported_params(state))
+    if config.checkpoint.remote is not None and is_first():
+        send(folder / "model", remote_path(config.checkpoint.remote) / "model", "config.json")
     return None
+
+
+def _restorable(config: TrainConfig, folder: Path) -> None:
+    """Leaves the newest whole checkpoint in the directory of the run."""
+    set_damaged_aside(folder / "checkpoints")
+    if config.checkpoint.remote is not None:
+        fetch_newest(config.checkpoint.remote, folder / "checkpoints")
 
 
 def exported_params(state: TrainState) -> Any:
