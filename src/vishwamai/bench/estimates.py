@@ -53,7 +53,7 @@ def seconds(programs: Sequence[Inspection]) -> dict[str, float | str]:
 
 
 def seconds_of(schedules: Mapping[str, KernelSchedule | VishwamaiError]) -> dict[str, float | str]:
-    """`seconds` of programs that were inspected; a program of which the compiler left a part out has no time."""
+    """`seconds` of programs that were inspected; a program that the compiler left in part has no time."""
     return {name: _seconds(schedule) for name, schedule in schedules.items()}
 
 

@@ -144,7 +144,7 @@ _PLATFORMS = {"tpu": "TPU", "cuda": "GPU", "cpu": "CPU", None: "any platform"}
 
 
 def summary(operations: Sequence[Operation]) -> str:
-    """A Markdown table of which implementations each op has for which platform, in order of preference."""
+    """A Markdown table of the implementations of each op by platform, in order of preference."""
     lines = [f"| | {' | '.join(_PLATFORMS.values())} |", f"|---|{'|'.join('---' for _ in _PLATFORMS)}|"]
     for operation in operations:
         of = {

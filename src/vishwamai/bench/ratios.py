@@ -63,7 +63,7 @@ Suites = Mapping[str, Callable[[argparse.Namespace], Iterable[Comparison]]]
 
 
 def contestants(comparison: Comparison) -> list[Contestant]:
-    """Ours, torch and XLA under these names, and those of `more`."""
+    """Ours, torch and XLA under these names, and the contestants of `more`."""
     about, operation = subject(comparison.case.op), operations()[comparison.case.op]
     able, _ = candidates(operation, comparison.case, about, comparison.gradients)
     by_label: dict[str, Contestant] = {}

@@ -83,7 +83,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
 
 
 def _parsers(subcommand: str | None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The command's parser and those of its subcommands, of which `subcommand` has its options."""
+    """The command's parser and its subcommands' parsers; only `subcommand` has its options."""
     top = argparse.ArgumentParser(
         prog="vishwamai",
         description=(
@@ -176,7 +176,7 @@ def _without_room(error: OSError) -> str | None:
 def _run(arguments: list[str], subcommand: str | None) -> int:
     top, _ = _parsers(subcommand)
     chosen, rest = top.parse_known_args(arguments)
-    # argparse does not know positionals after an option as those of a `nargs="*"` before it.
+    # argparse does not count positionals after an option to a `nargs="*"` before it.
     if rest and (not hasattr(chosen, "overrides") or any(argument.startswith("-") for argument in rest)):
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:

@@ -65,7 +65,7 @@ def _check(arguments: argparse.Namespace, targets: list[str]) -> int:
 
 
 def _explain(call: function.BoundCall, target: str) -> None:
-    """Says what lies in the memory at the peak, and which changes make it fit."""
+    """Prints the contents of the memory at the peak, and which changes make it fit."""
     from vishwamai.planning.search.diagnosis import explain_memory
 
     print(explain_memory(call.function, *call.args, target=target, **call.kwargs))

@@ -104,7 +104,7 @@ def sampling(arguments: argparse.Namespace, generation: GenerationConfig) -> Sam
 
 
 def recommended(generation: GenerationConfig) -> dict[str, Any]:
-    """Options of `Sampling` that a model's authors recommend; those of the draw only where they sample."""
+    """Options of `Sampling` that a model's authors recommend; options of random sampling only where they sample."""
     names = (*_DRAWS, *_ALWAYS) if generation.do_sample else _ALWAYS
     options = {name: value for name in names if (value := getattr(generation, name)) is not None}
     return {"temperature": 1.0, **options} if generation.do_sample else options

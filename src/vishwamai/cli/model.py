@@ -248,7 +248,7 @@ def load(planned: Load, compile: str = "ahead") -> tuple[Engine, dict[str, float
     """The engine, and the seconds that loading and compiling took.
 
     Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR`, by default `~/.cache/vishwamai/jax`, for the next start;
-    not those of a mesh of CPU devices (`vishwamai.parallel.mesh.compile_collectives_anew`).
+    programs of a mesh of CPU devices are not kept (`vishwamai.parallel.mesh.compile_collectives_anew`).
     """
     import jax
 
@@ -349,7 +349,7 @@ def _progress(began: list[float], lazy: bool = False) -> Callable[[int, int, str
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif done == 0:
             some = f"some of {total}, the others on demand" if lazy else f"{total}"
-            say(f"preparing programs: {some}; those of an earlier start are read from the cache")
+            say(f"preparing programs: {some}; programs of an earlier start are read from the cache")
         if not name:
             ready.append(True)
 

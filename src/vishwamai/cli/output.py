@@ -68,7 +68,7 @@ def _check_access(path: Path, option: str) -> None:
 
 
 def _try_directory(path: Path, name: Path, option: str) -> None:
-    """Makes a file in a directory, of which nothing stays; errors have its `name`."""
+    """Makes a file in a directory and removes it; errors have its `name`."""
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
         raise CommandError(f"{option}: the directory {name} {problem}; make it, or choose another.")

@@ -179,7 +179,7 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
             plans.append(plan_of_tried(tried))
         if not plans:
             raise
-    not_tried = NOT_TRIED if arguments.search else ("other settings than those of the configuration: pass --search",)
+    not_tried = NOT_TRIED if arguments.search else ("other settings than the configuration's: pass --search",)
     lines = [line for plan in plans for line in table(plan, arguments.price)]
     lines += ["not tried:", *(f"  {text}" for text in not_tried), *map(str, reasons)]
     if arguments.report is not None:
@@ -366,7 +366,7 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
                 }
             )
             if not report.fits:
-                say(f"{target}: reading what lies in the memory at the peak, and probing changes")
+                say(f"{target}: reading the contents of the memory at the peak, and probing changes")
                 with keys.kernels():
                     reasons.append(explain_program(compiler, program, call.function, call.args, call.kwargs))
                 lines.append(str(reasons[-1]))

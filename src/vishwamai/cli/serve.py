@@ -61,7 +61,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         help="a LoRA adapter as the library peft writes it; requests name it as their model",
     )
-    parser.add_argument("--max-adapters", type=int, metavar="N", help="that are loaded at once (those of --adapter)")
+    parser.add_argument(
+        "--max-adapters", type=int, metavar="N", help="adapters that are loaded at once (the number of --adapter)"
+    )
     parser.add_argument("--max-adapter-rank", type=int, default=16, metavar="N", help="the highest of an adapter (16)")
     parser.add_argument(
         "--adapter-folder", type=Path, metavar="DIR", help="clients may load and unload adapters that are folders of it"

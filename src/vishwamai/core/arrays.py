@@ -87,7 +87,7 @@ def fetched(x: Any, index: Any, fill: float = 0) -> Any:
     [7, 0, 5]
     """
     if gpu.framework(x) != "torch":
-        if not x.shape[0]:  # of which JAX gathers nothing
+        if not x.shape[0]:  # JAX gathers nothing of it
             return jnp.full((*index.shape, *x.shape[1:]), fill, x.dtype)
         return jnp.asarray(x).at[index].get(mode="fill", fill_value=fill)
     end = x.new_full((1, *x.shape[1:]), fill)

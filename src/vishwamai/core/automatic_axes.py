@@ -2,7 +2,7 @@
 
 XLA decides the shardings after tracing, and libtpu does not ask how to split a kernel as XLA's other compilers do
 (`custom_partitioning`). So a kernel becomes a `shard_map` over the automatic axes, whose specs follow from the axes'
-names: those of `COLUMNS` split heads or columns, all others batch entries or rows, where the sizes divide. XLA moves an
+names: names in `COLUMNS` split heads or columns, all others batch entries or rows, where the sizes divide. XLA moves an
 operand that lies otherwise, so the answer does not depend on the names.
 """
 

@@ -172,7 +172,7 @@ def is_special(path: Path) -> bool:
 
 
 def try_directory(path: Path) -> None:
-    """Makes a file in a directory, of which nothing stays.
+    """Makes a file in a directory and removes it.
 
     Raises:
       OSError: none can be made.

@@ -9,7 +9,7 @@ The fields of an operation's `Operands` (`Outputs`, `Residuals`) are annotated w
 
 `name` is an axis, and axes of one name split over devices together; `name?` may be 1 where it is shared; `name/` has a
 size that divides that of `name` (grouped heads), and `2*name` twice its size; `name+1` is one longer and an axis of its
-own. `*name` stands for any number of axes; those of `*#name` broadcast, and those of a `*name?` next to one broadcast
+own. `*name` stands for any number of axes; axes of `*#name` broadcast, and axes of a `*name?` next to one broadcast
 to them. `_` is an axis that belongs to no other, and a number one that has this size. An "optional" array may be None.
 An array with fewer axes than words has the last ones.
 """
@@ -73,7 +73,7 @@ def _parsed(word: str) -> Dim:
 
 @functools.cache
 def factors(text: str, rank: int) -> Factors:
-    """The factor of every axis of an array with `rank` axes; those of `*name` are numbered from the last one.
+    """The factor of every axis of an array with `rank` axes; axes of `*name` are numbered from the last one.
 
     >>> factors("*rows features", 3), factors("heads? q_len kv_len", 2)
     (('rows__1', 'rows__0', 'features'), ('q_len', 'kv_len'))

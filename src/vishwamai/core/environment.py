@@ -1,4 +1,4 @@
-"""The environment variables that the library reads (docs/environment.md prints their table), and those of libtpu."""
+"""The environment variables that the library reads (docs/environment.md prints their table), and libtpu's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of pure-JAX functions over an op's operands, some of which are absent or integers."""
+"""Gradients of pure-JAX functions over an op's operands; some are absent or integers."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _origin() -> dict:
 
 @functools.cache
 def extras() -> dict[str, tuple[str, ...]]:
-    """The distributions that each extra brings on this machine, with those of the extras that it names."""
+    """The distributions that each extra brings on this machine, and the distributions of the extras that it names."""
     direct: dict[str, list[str]] = {}
     for requirement in _requirements():
         marked = re.search(r"extra == ['\"]([\w.-]+)['\"]", requirement)

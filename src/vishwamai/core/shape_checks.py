@@ -37,7 +37,7 @@ class _Seen:
             n: (label, None, size) for n, (label, size) in sizes.items()
         }
         self.lead: dict[str, tuple[str, tuple[int, ...]]] = {}  # dim of any number of axes: argument, sizes
-        self.broadcast: set[str] = set()  # those of them that broadcast
+        self.broadcast: set[str] = set()  # the names that broadcast
 
     def add(self, argument: Argument) -> None:
         """Remembers the sizes of an argument that fits. A shared axis of size 1 tells nothing of the others."""
@@ -165,7 +165,7 @@ def _complaint(argument: Argument, seen: _Seen) -> str:
 
 
 def _lacks(words: tuple[dims.Dim, ...]) -> int:
-    """How many leading axes an array may lack: those of size 1 where it is shared, from the first on."""
+    """How many leading axes an array may lack: axes of size 1 where it is shared, from the first on."""
     fixed = not any(dim.variadic for dim in words)
     return next((i for i, dim in enumerate(words) if not dim.shareable), len(words)) if fixed else 0
 

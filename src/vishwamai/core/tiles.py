@@ -171,7 +171,7 @@ class Tiles:
 
     def resized(self, block_size: int, spec: Any, target: Any) -> Self:
         """The same with tiles of about `block_size`, memory planned for them; a config that knows what memory its tiles
-        need takes smaller ones where those of `block_size` do not fit.
+        need takes smaller ones where tiles of `block_size` do not fit.
         """
         return self.with_block_size(block_size).planned(spec, target)
 

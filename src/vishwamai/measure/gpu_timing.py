@@ -11,7 +11,7 @@ and what is measured is the GPU's time alone.
 
 
 def gpu_sampler() -> Sampler:
-    """Takes samples on torch's current GPU; it sums the calls, each of which finds a cold cache."""
+    """Takes samples on torch's current GPU; it sums the calls; each finds a cold cache."""
     import torch
 
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")

@@ -52,7 +52,7 @@ def profile_kernel(*, repeats: int = 5, peaks: Callable[[], Peaks] = local_peaks
     Args:
       repeats: how often an operation is run for its median, 1 or more.
       peaks: gives the device's peaks when the summary needs them. The default takes a TPU's published peaks, and
-        measures those of other machines.
+        measures the peaks of other machines.
 
     Yields:
       a `Profile`: `print(prof.summary())` gives the table (per operation: calls, time, GFLOP/s, GB/s, share of the
@@ -203,7 +203,7 @@ def _row(call: _Pass, measured: Measured) -> ProfileRow:
     if call.direction == "backward":
         nbytes = measured.useful
     if choice.target.framework == "torch" and choice.target.platform != ambient_target().platform:
-        nbytes = None  # the peaks are those of another device
+        nbytes = None  # the peaks belong to another device
     word = call.direction.replace("forward_with_residuals", "forward (for a gradient)")
     return ProfileRow(
         f"{plan.op.name} {word}",

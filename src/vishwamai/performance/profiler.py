@@ -41,7 +41,7 @@ _MOST_STEPS = 100_000
 _TRACED = 5
 """Steps that are traced, at most: a trace of many is slow to read."""
 _OTHERS = 0.1
-"""Share of the cores that other processes may use before the figures are called those of a busy machine."""
+"""Share of the cores that other processes may use before the machine is called busy."""
 
 
 @checks_its_own("trace_directory")

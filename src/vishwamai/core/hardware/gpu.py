@@ -27,7 +27,7 @@ _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # one object each, so hashing it costs nothing
 class GpuChip:
-    """One GPU, or an architecture of which nothing more is known; a figure that has no source is None.
+    """One GPU, or an architecture without further facts; a figure that has no source is None.
 
     Peaks are FLOP/s (a multiply-add counts as two), sizes bytes, bandwidth bytes/s. An "SM" is a compute unit (CU) on
     AMD's GPUs.

@@ -40,7 +40,7 @@ class TpuChip:
     name: str
     """What users write: "v4", "v5e", "v5p", "v6e", "tpu7x"."""
     aliases: tuple[str, ...] = ()
-    """Other names of it, in lower case: those of accelerator types ("v5litepod-16") and of the product."""
+    """Other names of it, in lower case: accelerator types ("v5litepod-16") and of the product."""
     device_kinds: tuple[str, ...]
     """`jax.Device.device_kind` of this chip; the first is what libtpu reports today, the others are accepted."""
     generation: int

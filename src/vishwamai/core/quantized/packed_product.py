@@ -1,6 +1,6 @@
 """Products with a `PackedQTensor`, one op for all that read one: `gemm`, `gated_linear_unit`, `grouped_gemm`.
 
-With `activations="int8"` each row of x is rounded to int8 in blocks along K, those of the weight's scales, or of 128
+With `activations="int8"` each row of x is rounded to int8 in blocks along K, as the weight's scales have, or of 128
 where a column of the weight has one scale. The products of bytes are summed exactly in int32 and scaled block by block
 into a float32 sum (Dettmers et al., "LLM.int8()", 2022, with blocks in place of columns; llama.cpp's q8_0 and q4_0 do
 the same in blocks of 32). With "exact" x is not rounded, and the weight is dequantized to float32. Twice a value of
