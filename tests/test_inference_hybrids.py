@@ -184,11 +184,12 @@ def test_generate_prints_the_tokens_of_transformers(
 def test_a_server_goes_on_from_a_turn_and_counts_states(checkpoint: tuple[Path, Any], engine: Engine) -> None:
     options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     prompt, peer = [9, *TOKENS[5][:30]], checkpoint[1]
-    with serving(engine, Settings("tiny")) as address:
-        first = httpx.post(f"{address}/v1/completions", json={"model": "tiny", "prompt": prompt, **options}).json()
+    # Programs are compiled while requests wait, so there is no bound of time.
+    with serving(engine, Settings("tiny")) as address, httpx.Client(base_url=address, timeout=None) as client:
+        first = client.post("/v1/completions", json={"model": "tiny", "prompt": prompt, **options}).json()
         turn = [*prompt, *first["choices"][0]["token_ids"], 5, 6, 7]
-        second = httpx.post(f"{address}/v1/completions", json={"model": "tiny", "prompt": turn, **options}).json()
-        metrics = httpx.get(f"{address}/metrics").text
+        second = client.post("/v1/completions", json={"model": "tiny", "prompt": turn, **options}).json()
+        metrics = client.get("/metrics").text
     assert first["choices"][0]["token_ids"] == models_peer.peer_greedy(peer, prompt, 8)
     assert second["choices"][0]["token_ids"] == models_peer.peer_greedy(peer, turn, 8)
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == (len(prompt) + 8 - 1) // 4 * 4
