@@ -1,6 +1,6 @@
 """The base: what an operation is, how its implementation is chosen and run. It imports no other package of ours.
 
-Choice and calls: `op` and `plan` (Op, Implementation, Plan), `execute` and `gradients` (what happens to a chosen plan),
+Choice and calls: `op` and `plan` (Op, Implementation, CallPlan), `execute` and `gradients` (what happens to a plan),
 `explain` (which implementation runs, and why the others do not), `observe` (each call reports its plan).
 
 What is computed: `spec`, `config` (the ambient *how*), `precision`, `dims` and `signature` (the dims of an op's arrays,

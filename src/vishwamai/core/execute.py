@@ -25,7 +25,7 @@ from jax.core import Tracer
 from vishwamai.core import automatic_axes, observe, sharding
 from vishwamai.core.config import local_platform
 from vishwamai.core.gradients import autodiff_backward, is_float, map_fields
-from vishwamai.core.plan import Choice, Plan
+from vishwamai.core.plan import CallPlan, Choice
 from vishwamai.core.promotion import by_default
 
 _ONLY = jax.make_user_context(default_value=None)
@@ -54,13 +54,13 @@ def platform_of(arrays: Any) -> str | None:
     return local_platform() if platforms == {jax.default_backend()} else None
 
 
-def _replan(plan: Plan, operands: Any) -> Plan:
+def _replan(plan: CallPlan, operands: Any) -> CallPlan:
     """The plan for operands of other sizes, with the same requests of the caller."""
     return plan.op.plan(plan.spec.localize(operands), config=plan.config, implementation=plan.implementation)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def run(plan: Plan, operands: Any) -> Any:
+def run(plan: CallPlan, operands: Any) -> Any:
     """The outputs of `plan` for `operands`, differentiable."""
     only = plan.choices[-1].implementation
     if plan.implementation is not None and only.autodiff:
@@ -69,31 +69,31 @@ def run(plan: Plan, operands: Any) -> Any:
     return outputs[0]
 
 
-def forward(plan: Plan, operands: Any) -> tuple[Any, Any]:
+def forward(plan: CallPlan, operands: Any) -> tuple[Any, Any]:
     """(outputs, residuals); the residuals carry no gradient."""
     return _differentiable(plan, True, operands)
 
 
-def backward(plan: Plan, arguments: tuple[Any, ...]) -> Any:
+def backward(plan: CallPlan, arguments: tuple[Any, ...]) -> Any:
     """The gradients of the operands, from (operands, outputs, residuals, cotangents)."""
     return _backward(plan, arguments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(plan: Plan, residuals: bool, operands: Any) -> tuple[Any, Any]:
+def _differentiable(plan: CallPlan, residuals: bool, operands: Any) -> tuple[Any, Any]:
     """(outputs, residuals or None). Residuals only ever reach `_backward`, whose own gradient recomputes them, so they
     carry no cotangent.
     """
     return _batched(plan, "forward_with_residuals" if residuals else "forward", (operands,))
 
 
-def _differentiable_fwd(plan: Plan, residuals: bool, operands: Any) -> tuple[Any, Any]:
+def _differentiable_fwd(plan: CallPlan, residuals: bool, operands: Any) -> tuple[Any, Any]:
     results: Any = _differentiable(plan, True, operands)
     outputs, saved = results
     return (outputs, saved if residuals else None), (operands, outputs, saved)
 
 
-def _differentiable_bwd(plan: Plan, residuals: bool, saved: Any, cotangents: Any) -> tuple[Any]:
+def _differentiable_bwd(plan: CallPlan, residuals: bool, saved: Any, cotangents: Any) -> tuple[Any]:
     return (_backward(plan, (*saved, cotangents[0])),)
 
 
@@ -101,16 +101,16 @@ _differentiable.defvjp(by_default(_differentiable_fwd), by_default(_differentiab
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _backward(plan: Plan, arguments: tuple[Any, ...]) -> Any:
+def _backward(plan: CallPlan, arguments: tuple[Any, ...]) -> Any:
     """The backward pass; differentiable itself (reverse over reverse) through the reference implementation."""
     return _batched(plan, "backward", arguments)
 
 
-def _backward_fwd(plan: Plan, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+def _backward_fwd(plan: CallPlan, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     return _backward(plan, arguments), arguments
 
 
-def _backward_bwd(plan: Plan, arguments: tuple[Any, ...], cotangents: Any) -> tuple[Any]:
+def _backward_bwd(plan: CallPlan, arguments: tuple[Any, ...], cotangents: Any) -> tuple[Any]:
     reference = plan.op.implementations[-1]
     config = plan.op.plan(plan.spec, implementation=reference.name).choices[-1].config
     operands, outputs, residuals, dout = arguments
@@ -130,7 +130,7 @@ _backward.defvjp(_backward_fwd, by_default(_backward_bwd))
 
 
 @functools.lru_cache(maxsize=4096)
-def _batchable(plan: Plan, direction: str) -> Callable[..., Any]:
+def _batchable(plan: CallPlan, direction: str) -> Callable[..., Any]:
     @by_default
     def dispatch(*arguments: Any) -> Any:
         # Within a program of its own, arrays of NumPy stay constants. `custom_vmap` would make operands of them, and
@@ -147,12 +147,12 @@ def _batchable(plan: Plan, direction: str) -> Callable[..., Any]:
     return mapped
 
 
-def _batched(plan: Plan, direction: str, arguments: tuple[Any, ...]) -> Any:
+def _batched(plan: CallPlan, direction: str, arguments: tuple[Any, ...]) -> Any:
     return _batchable(plan, direction)(*arguments)
 
 
 def _fold(
-    plan: Plan, direction: str, size: int, in_batched: tuple[Any, ...], arguments: tuple[Any, ...]
+    plan: CallPlan, direction: str, size: int, in_batched: tuple[Any, ...], arguments: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """Folds a mapped axis of `size` into the leading batch axis of every argument, runs, and unfolds the results."""
     backward = direction == "backward"
@@ -200,14 +200,14 @@ def _fold(
     return results, jax.tree.map(lambda _: True, results)
 
 
-def _dispatch(plan: Plan, direction: str, *arguments: Any) -> Any:
+def _dispatch(plan: CallPlan, direction: str, *arguments: Any) -> Any:
     observer = observe.interceptor()
     if observer is not None:
         return observer.run_pass(plan, direction, functools.partial(_dispatch_now, plan, direction), arguments)
     return _dispatch_now(plan, direction, *arguments)
 
 
-def _dispatch_now(plan: Plan, direction: str, *arguments: Any) -> Any:
+def _dispatch_now(plan: CallPlan, direction: str, *arguments: Any) -> Any:
     if sharding.on_explicit_axes(arguments):
         # A vmap over an explicit mesh axis: the public function, inside it, could not see that axis, and the folded
         # batch lives on it.
@@ -238,7 +238,7 @@ def by_platform(default: Any, branches: Mapping[str, Callable[..., Any]], *argum
     return jax.lax.platform_dependent(*arguments, default=default, **branches)
 
 
-def _run(plan: Plan, choice: Choice, direction: str) -> Callable[..., Any]:
+def _run(plan: CallPlan, choice: Choice, direction: str) -> Callable[..., Any]:
     impl = choice.implementation
 
     @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of the results and for the call
@@ -252,7 +252,7 @@ def _run(plan: Plan, choice: Choice, direction: str) -> Callable[..., Any]:
     return run
 
 
-def _branch(plan: Plan, choice: Choice, direction: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+def _branch(plan: CallPlan, choice: Choice, direction: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
     run = _run(plan, choice, direction)
     platform = choice.implementation.platform
     mesh = automatic_axes.automatic_mesh(arguments) if platform == "tpu" else None

@@ -9,7 +9,7 @@ from typing import Any
 from vishwamai.core.arguments import checked
 from vishwamai.core.config import ambient_target, current_config, kernel_config, without_effect
 from vishwamai.core.observe import record
-from vishwamai.core.op import Plan
+from vishwamai.core.op import CallPlan
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles
 
@@ -105,7 +105,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
         return dataclasses.replace(explanation, notes=(*dict.fromkeys(trace.notes), *explanation.notes))
 
 
-def _kept_wide(plan: Plan) -> tuple[str, ...]:
+def _kept_wide(plan: CallPlan) -> tuple[str, ...]:
     """Says so where `use_bfloat16` or `use_fp16` was set and the op keeps float32 nevertheless."""
     setting = next((name for name in ("use_bfloat16", "use_fp16", "use_fp8") if getattr(current_config(), name)), None)
     operands = zip(plan.spec.operands._fields, plan.spec.operands, strict=True)
@@ -113,7 +113,7 @@ def _kept_wide(plan: Plan) -> tuple[str, ...]:
     return (f"{setting} leaves {', '.join(wide)} in float32",) if setting and wide else ()
 
 
-def explain_call(plan: Plan, target: Target) -> CallExplanation:
+def explain_call(plan: CallPlan, target: Target) -> CallExplanation:
     """The verdicts on one call of an op whose plan is made."""
     choice = plan.choice(target.platform)
     verdicts = []

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from vishwamai.core.plan import Plan
+from vishwamai.core.plan import CallPlan
 
 
 class Observer:
@@ -30,18 +30,18 @@ class Observer:
     dry_run = False
     intercepts = False
 
-    def planned(self, plan: Plan) -> None:
-        """Called with the `Plan` of every op call, in order."""
+    def planned(self, plan: CallPlan) -> None:
+        """Called with the `CallPlan` of every op call, in order."""
 
     def noted(self, text: str) -> None:
         """Called with what an operation says about a call, beside its plans: how it is spread over devices."""
 
-    def run_pass(self, plan: Plan, direction: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run_pass(self, plan: CallPlan, direction: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Returns the results of one pass of a plan, "forward", "forward_with_residuals" or "backward"."""
         del plan, direction
         return function(*arguments)
 
-    def run_eager(self, plan: Plan, direction: str, run: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+    def run_eager(self, plan: CallPlan, direction: str, run: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
         """`run_pass` for tensors of torch: `run()` computes the pass anew and returns when its results are there."""
         del plan, direction, arguments
         return run()
@@ -52,10 +52,10 @@ class PlanRecorder(Observer):
 
     def __init__(self, dry_run: bool = False):
         self.dry_run = dry_run
-        self.plans: list[Plan] = []
+        self.plans: list[CallPlan] = []
         self.notes: list[str] = []
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: CallPlan) -> None:
         self.plans.append(plan)
 
     def noted(self, text: str) -> None:
@@ -124,7 +124,7 @@ def _in_force() -> tuple[Observer, ...]:
     return (*(observer for token in tokens if (observer := _OBSERVERS.get(token)) is not None), *_EVERY_THREAD)
 
 
-def report(plan: Plan) -> None:
+def report(plan: CallPlan) -> None:
     """Tells every observer of the plan of an op call."""
     for observer in _in_force():
         observer.planned(plan)
@@ -148,7 +148,7 @@ def interceptor() -> Observer | None:
     return next((observer for observer in reversed(observers) if observer.intercepts), None) if observers else None
 
 
-def record_plans(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Plan]:
+def record_plans(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[CallPlan]:
     """Traces `function` (nothing runs) and returns the plan of every op call in it, in order."""
     return record(function, *args, **kwargs).plans
 
@@ -163,7 +163,7 @@ def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PlanRecor
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Plan]]:
+def recording() -> Iterator[list[CallPlan]]:
     """Yields the list of the plans of every op call that runs in the block, in order, those of torch's autograd threads
     included.
     """

@@ -1,7 +1,8 @@
 """An operation and its implementations: one meaning, several kernels, and the choice between them.
 
-`Op.__call__` builds a `Plan` (the spec, and for every platform the implementation and its config), which `core.execute`
-runs. The choice asks each implementation in order for its `why_not`, so no exception drives control flow.
+`Op.__call__` builds a `CallPlan` (the spec, and for every platform the implementation and its config), which
+`core.execute` runs. The choice asks each implementation in order for its `why_not`, so no exception drives control
+flow.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from vishwamai.core import (
 )
 from vishwamai.core.config import KernelConfig, ambient_target, check_block_size, current_config
 from vishwamai.core.errors import DeviceError, FallbackWarning, KernelError, UnsupportedError, VishwamaiError
-from vishwamai.core.plan import Choice, Implementation, Plan, S
+from vishwamai.core.plan import CallPlan, Choice, Implementation, S
 from vishwamai.core.spec import SYMBOLIC, is_symbolic
 from vishwamai.core.target import Target
 
@@ -95,7 +96,7 @@ class Op(Generic[S]):
         on_tpu = ambient_target().platform == "tpu"
         return sharding.on_explicit_axes(operands) or (on_tpu and automatic_axes.automatic_mesh(operands) is not None)
 
-    def translated_error(self, error: Exception, plan: Plan, operands: Any) -> VishwamaiError | None:
+    def translated_error(self, error: Exception, plan: CallPlan, operands: Any) -> VishwamaiError | None:
         """JAX's own error about a call of `plan`, in our words; None where we have none."""
         if isinstance(error, VishwamaiError):
             return None
@@ -197,7 +198,7 @@ class Op(Generic[S]):
         kind = type(spec.operands)
         return frozenset(name for name, text in zip(kind._fields, spec.dims(kind)) if dims.parse(text)[0].shareable)
 
-    def plan(self, spec: S, *, config: Any = None, implementation: str | None = None) -> Plan:
+    def plan(self, spec: S, *, config: Any = None, implementation: str | None = None) -> CallPlan:
         """Chooses an implementation for every platform.
 
         Raises:
@@ -210,11 +211,11 @@ class Op(Generic[S]):
         if implementation is not None:
             by_name = target.on(self._named(implementation).platform)
             choice = self._by_name(spec, by_name, implementation, config, ambient)
-            return Plan(self, spec, (dataclasses.replace(choice, platform=None),), config, implementation)
+            return CallPlan(self, spec, (dataclasses.replace(choice, platform=None),), config, implementation)
         platforms = _platforms(self.implementations)
         choices = [self._first(spec, target.on(platform), config, ambient) for platform in platforms]
         any_platform = self._first(spec, target, config, ambient, anywhere=True)
-        plan = Plan(self, spec, (*choices, any_platform), config)
+        plan = CallPlan(self, spec, (*choices, any_platform), config)
         self.report_fallback(plan.choice(target.platform))
         return plan
 

@@ -121,7 +121,7 @@ class Planner(Protocol):
     name: str
     implementations: tuple[Implementation[Any], ...]
 
-    def plan(self, spec: Any, *, config: Any = None, implementation: str | None = None) -> Plan:
+    def plan(self, spec: Any, *, config: Any = None, implementation: str | None = None) -> CallPlan:
         """Chooses an implementation for every platform."""
         ...
 
@@ -139,7 +139,7 @@ class Planner(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """Everything static about one call of an op."""
 
     op: Planner

@@ -25,7 +25,7 @@ from vishwamai.core import observe
 from vishwamai.core.arguments import described
 from vishwamai.core.config import ambient_target, current_config
 from vishwamai.core.errors import KernelError
-from vishwamai.core.plan import Plan
+from vishwamai.core.plan import CallPlan
 from vishwamai.measure.machine_peaks import local_peaks
 from vishwamai.measure.peaks import Peaks
 from vishwamai.measure.profile import Profile, ProfileRow
@@ -119,7 +119,7 @@ def trace_passes(function: Callable[..., Any], *arguments: Any) -> ClosedJaxpr:
         return jax.make_jaxpr(lambda *arguments: function(*arguments))(*arguments)
 
 
-def pass_of(equation: Any) -> tuple[Plan, str] | None:
+def pass_of(equation: Any) -> tuple[CallPlan, str] | None:
     """(plan, direction) of an equation of `trace_passes`; None where it is none of our operations."""
     if equation.primitive is not _OPERATION:
         return None
@@ -135,7 +135,7 @@ class _Pass:
     """The static side of one call: which profile, which plan and pass, and the function of its flat arguments."""
 
     token: int
-    plan: Plan
+    plan: CallPlan
     direction: str
     function: Callable[..., list[Any]]
     results: tuple[jax.ShapeDtypeStruct, ...]
@@ -150,7 +150,7 @@ class _Profiler(observe.Observer):
         self.profile = profile
         self.token = 0
 
-    def run_pass(self, plan: Plan, direction: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run_pass(self, plan: CallPlan, direction: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         leaves, treedef = jax.tree.flatten(arguments)
         shapes = jax.eval_shape(function, *arguments)
         results, out_treedef = jax.tree.flatten(shapes)
@@ -161,7 +161,7 @@ class _Profiler(observe.Observer):
         call = _Pass(self.token, plan, direction, flat, tuple(results))
         return jax.tree.unflatten(out_treedef, _OPERATION.bind(*leaves, call=call))
 
-    def run_eager(self, plan: Plan, direction: str, run: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+    def run_eager(self, plan: CallPlan, direction: str, run: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
         """Times a pass on tensors of torch, which runs as it is met."""
         with undisturbed():
             measured = measure_eager(run, arguments, repeats=self.profile.repeats)

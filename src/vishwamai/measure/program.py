@@ -13,7 +13,7 @@ import jax
 
 from vishwamai.core import observe
 from vishwamai.core.jax_errors import out_of_memory_named
-from vishwamai.core.plan import Plan
+from vishwamai.core.plan import CallPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +98,14 @@ def measure_eager(run: Callable[[], Any], arguments: Any, *, repeats: int = 5) -
     return Measured(result, statistics.median(samples), nbytes, nbytes)
 
 
-def work(plan: Plan) -> tuple[int | None, int]:
+def work(plan: CallPlan) -> tuple[int | None, int]:
     """(FLOP, bytes) of one forward pass of a planned call; FLOP None where the operation does not count them."""
     spec = plan.spec
     operands = sum(x.nbytes for x in spec.operands if x is not None)
     return getattr(spec, "flops", None), getattr(spec, "bytes_moved", operands)
 
 
-def pass_flops(plan: Plan, direction: str) -> float | None:
+def pass_flops(plan: CallPlan, direction: str) -> float | None:
     """FLOP of one pass of a planned call, "forward", "forward_with_residuals" or "backward"; a backward pass that the
     operation does not count is two forward ones. None where it counts none.
     """
@@ -115,7 +115,7 @@ def pass_flops(plan: Plan, direction: str) -> float | None:
     return getattr(plan.spec, "backward_flops", 2 * flops)
 
 
-def compute_dtype(plan: Plan) -> str:
+def compute_dtype(plan: CallPlan) -> str:
     """The dtype whose peak counts for a planned call."""
     first = next(x for x in plan.spec.operands if x is not None)
     return jax.numpy.dtype(getattr(plan.spec, "compute_dtype", first.dtype)).name

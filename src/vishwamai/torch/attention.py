@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vishwamai.core.op import Plan
+from vishwamai.core.op import CallPlan
 from vishwamai.core.signature import Signature, array_specs
 from vishwamai.ops.attention import places
 from vishwamai.ops.attention.api import ATTENTION
@@ -62,7 +62,7 @@ def _inner(x: Tensor, layout: str | None) -> Tensor:
     return rows(x).transpose(1, 2) if layout == "bshd" else rows(x)
 
 
-def _planned(tensors: Operands, options: OperatorOptions, of_bias: bool) -> tuple[Plan, Operands, Placement]:
+def _planned(tensors: Operands, options: OperatorOptions, of_bias: bool) -> tuple[CallPlan, Operands, Placement]:
     """(the plan, the operands in the op's own layout, how the kernels' arrays lie). A tensor that `expand` has made is
     read where it is, except for a bias whose gradient is asked for.
     """
@@ -90,14 +90,19 @@ def _planned(tensors: Operands, options: OperatorOptions, of_bias: bool) -> tupl
     return plan, operands, Placement(seq_first=options.layout == "bshd")
 
 
-def attend(plan: Plan, operands: Operands, memory: Placement) -> tuple[Tensor, Tensor]:
+def attend(plan: CallPlan, operands: Operands, memory: Placement) -> tuple[Tensor, Tensor]:
     """(out, logsumexp) of operands in the op's own layout; on a GPU in the shapes that `memory` says."""
     outputs, logsumexp = bridge.forward(plan, operands, True, memory)
     return outputs.out, logsumexp
 
 
 def gradients(
-    plan: Plan, operands: Operands, memory: Placement, outputs: Outputs, cotangents: Outputs, unwanted: Iterable[str]
+    plan: CallPlan,
+    operands: Operands,
+    memory: Placement,
+    outputs: Outputs,
+    cotangents: Outputs,
+    unwanted: Iterable[str],
 ) -> Operands:
     """The gradients, in the shapes of `attend`'s output; there may be no cotangent of the logsumexp."""
     logsumexp = outputs.logsumexp.contiguous()
@@ -109,7 +114,7 @@ def gradients(
     return bridge.backward(plan, operands, outputs, logsumexp, cotangents, unwanted, memory, "bias" not in unwanted)
 
 
-def _outer(x: Tensor, plan: Plan, memory: Placement) -> Tensor:
+def _outer(x: Tensor, plan: CallPlan, memory: Placement) -> Tensor:
     """A result in the caller's layout, contiguous; a kernel for GPUs has written it there."""
     return (x.transpose(1, 2) if memory.seq_first and plan.choices[0].platform == "cpu" else x).contiguous()
 

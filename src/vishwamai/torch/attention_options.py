@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import KernelError, ShapeError, UnsupportedError
-from vishwamai.core.op import Plan
+from vishwamai.core.op import CallPlan
 from vishwamai.core.precision import resolve_precision
 from vishwamai.ops.attention.api import ATTENTION
 from vishwamai.ops.attention.block_mask import BlockMask
@@ -130,7 +130,7 @@ def mask_of(blocks: str | None) -> BlockMask | None:
     return None if blocks is None else BlockMask.from_text(blocks)
 
 
-def planned(spec: AttentionSpec, tensor: Tensor, options: OperatorOptions) -> Plan:
+def planned(spec: AttentionSpec, tensor: Tensor, options: OperatorOptions) -> CallPlan:
     """What runs, by the caller's options or else the ambient ones."""
     config: Any = options.block_size
     if len(options.config):

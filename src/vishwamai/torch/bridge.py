@@ -17,7 +17,7 @@ from torch import Tensor
 from vishwamai.core import ffi, gpu, hardware, observe, tuning
 from vishwamai.core.config import current_config, kernel_config
 from vishwamai.core.errors import DeviceError, ShapeError
-from vishwamai.core.op import Choice, Op, Plan
+from vishwamai.core.op import CallPlan, Choice, Op
 from vishwamai.core.target import Target
 from vishwamai.torch.launch import amd_architecture, launch, torch_dtype
 from vishwamai.torch.replay import repeatable
@@ -58,12 +58,12 @@ def platform_of(tensor: Tensor) -> str:
 @functools.lru_cache(maxsize=4096)
 def _choose(
     op: Op, spec: Any, target: Target, config: Any, implementation: str | None, ambient: Any, generation: int
-) -> Plan:
+) -> CallPlan:
     del ambient, generation  # only parts of the key: the config in force, and what the tables hold
-    return Plan(op, spec, (op.choose(spec, target, config=config, implementation=implementation),))
+    return CallPlan(op, spec, (op.choose(spec, target, config=config, implementation=implementation),))
 
 
-def choose(op: Op, spec: Any, tensor: Tensor, *, config: Any = None, implementation: str | None = None) -> Plan:
+def choose(op: Op, spec: Any, tensor: Tensor, *, config: Any = None, implementation: str | None = None) -> CallPlan:
     """The plan of a call on tensors on the device of `tensor`; it has one choice.
 
     Raises:
@@ -150,7 +150,7 @@ def with_the_calls_config(
     return backward, setup
 
 
-def forward(plan: Plan, operands: Any, residuals: bool = False, *how: Any) -> tuple[Any, Any]:
+def forward(plan: CallPlan, operands: Any, residuals: bool = False, *how: Any) -> tuple[Any, Any]:
     """(outputs, residuals or None) of contiguous tensors in the op's own layout; `how`: more arguments of a kernel for
     GPUs, to which other tensors may be legal.
     """
@@ -165,7 +165,13 @@ def forward(plan: Plan, operands: Any, residuals: bool = False, *how: Any) -> tu
 
 
 def backward(
-    plan: Plan, operands: Any, outputs: Any, residuals: Any, cotangents: Any, unwanted: Iterable[str] = (), *how: Any
+    plan: CallPlan,
+    operands: Any,
+    outputs: Any,
+    residuals: Any,
+    cotangents: Any,
+    unwanted: Iterable[str] = (),
+    *how: Any,
 ) -> Any:
     """Gradients of the operands, None for those that have none, and on the CPU for the `unwanted` ones, which may then
     cost nothing.
@@ -181,7 +187,7 @@ def backward(
     return _pass(plan, "backward", run, arguments)
 
 
-def _pass(plan: Plan, direction: str, run: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+def _pass(plan: CallPlan, direction: str, run: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
     """The results of a pass, which an observer may run in our place, several times to measure it."""
     observer = observe.interceptor()
     if observer is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vishwamai.core import dims
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.op import Plan
+from vishwamai.core.op import CallPlan
 from vishwamai.core.signature import Signature, array_specs
 from vishwamai.core.signature import described as remembered
 from vishwamai.core.spec import ArraySpec, array_spec
@@ -83,7 +83,7 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _packed_call(tensors: Tensors, arguments: Sequence[Any]) -> tuple[Plan, Operands, Placement]:
+def _packed_call(tensors: Tensors, arguments: Sequence[Any]) -> tuple[CallPlan, Operands, Placement]:
     """(the plan, operands, where they lie) of all sequences at once, on a GPU."""
     query, key, value, sinks, seed, slopes, q_starts, kv_starts = tensors
     options = OperatorOptions(*arguments[2:])

@@ -30,7 +30,7 @@ from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import KernelError, VishwamaiError
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.observe import record_plans
-from vishwamai.core.op import Plan
+from vishwamai.core.op import CallPlan
 from vishwamai.core.target import Target
 
 __all__ = ["Outcome", "Search", "tune", "tune_case"]
@@ -278,7 +278,7 @@ def arguments(case: Case) -> dict[str, Any]:
     return dict(case.shapes()) | indices
 
 
-def _plan(case: Case, target: str) -> Plan:
+def _plan(case: Case, target: str) -> CallPlan:
     """The plan of the case's first op call, as the heuristic alone would choose it."""
     with tracing_for(target), kernel_config(target=target, auto_optimize=False):
         plans = record_plans(case.run, case.shapes())

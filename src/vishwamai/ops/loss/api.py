@@ -17,7 +17,7 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.config import cast_for_matmul, current_config
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.op import Op
-from vishwamai.core.plan import Plan
+from vishwamai.core.plan import CallPlan
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.sharding import explicit_mesh, mesh_axis_size
 from vishwamai.core.signature import array_specs, public_call
@@ -294,7 +294,7 @@ def _with_features(operands: Operands, over: int, pieces: int = 1) -> Operands:
     return operands._replace(weight=weight, bias=bias)
 
 
-def _pieces(plan: Plan, axis: str, count: int, arrays: Operands) -> Outputs:
+def _pieces(plan: CallPlan, axis: str, count: int, arrays: Operands) -> Outputs:
     """The outputs of each piece, `[..., count]`."""
     x, weight, bias, labels, _ = arrays
     bias = None if bias is None else bias[None]
@@ -304,7 +304,7 @@ def _pieces(plan: Plan, axis: str, count: int, arrays: Operands) -> Outputs:
     return Outputs(*(None if y is None else jnp.moveaxis(y, 0, -1).reshape(*labels.shape, count) for y in pieces))
 
 
-def _sum(plan: Plan, tokens: at_once.Tokens, label_smoothing: float, z_loss: float) -> Any:
+def _sum(plan: CallPlan, tokens: at_once.Tokens, label_smoothing: float, z_loss: float) -> Any:
     """The sum of the losses, whose gradients are computed with it."""
     x, weight, bias, labels, shares = tokens
     flat = at_once.Tokens(x.reshape(-1, x.shape[-1]), weight, bias, labels.reshape(-1), shares.reshape(-1))
@@ -313,7 +313,7 @@ def _sum(plan: Plan, tokens: at_once.Tokens, label_smoothing: float, z_loss: flo
 
 
 @contextlib.contextmanager
-def _telling(plan: Plan, arrays: Any) -> Iterator[None]:
+def _telling(plan: CallPlan, arrays: Any) -> Iterator[None]:
     """Tells observers of a plan that runs inside, and what JAX says there in our words, as a call of the op does."""
     observe.report(plan)
     try:

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from vishwamai.core import dims, execute, ffi, observe
 from vishwamai.core.config import ambient_target
 from vishwamai.core.jax_private import is_linearized
-from vishwamai.core.plan import Plan
+from vishwamai.core.plan import CallPlan
 from vishwamai.core.promotion import by_default
 from vishwamai.core.sharding import Axes, explicit_mesh, partitioned
 from vishwamai.ops.loss.compose import compose
@@ -49,7 +49,7 @@ class Slopes(NamedTuple):
 class Sum:
     """What is summed: the losses of `plan`'s tokens, with these options of `linear_cross_entropy`."""
 
-    plan: Plan
+    plan: CallPlan
     label_smoothing: float
     z_loss: float
 
@@ -79,7 +79,7 @@ def expected(arrays: Any) -> bool:
     )
 
 
-def serves(plan: Plan) -> bool:
+def serves(plan: CallPlan) -> bool:
     """Whether the CPU's kernel, which alone has such a walk, would run."""
     choice = plan.choice("cpu")
     return choice.implementation is NATIVE and ffi.why_not(choice.target, TOTAL) is None

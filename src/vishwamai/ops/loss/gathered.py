@@ -16,7 +16,7 @@ from jax import lax
 
 from vishwamai.core import execute, sharding
 from vishwamai.core.numbers import divisors
-from vishwamai.core.plan import Plan
+from vishwamai.core.plan import CallPlan
 from vishwamai.core.promotion import by_default
 from vishwamai.ops.loss.spec import Operands, Outputs
 
@@ -33,7 +33,7 @@ def piece_count(vocab: int, features: int, itemsize: int) -> int:
     return next(n for n in divisors(vocab) if vocab // n * features * itemsize <= PIECE_BYTES or n == vocab)
 
 
-def numbers(plan: Plan, axis: str, count: int, operands: Operands) -> Outputs:
+def numbers(plan: CallPlan, axis: str, count: int, operands: Operands) -> Outputs:
     """The outputs of each piece, `[count, groups, tokens]`, differentiable.
 
     Args:
@@ -56,16 +56,16 @@ def numbers(plan: Plan, axis: str, count: int, operands: Operands) -> Outputs:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _of_piece(plan: Plan, axis: str, operands: Operands) -> Outputs:
+def _of_piece(plan: CallPlan, axis: str, operands: Operands) -> Outputs:
     return execute.run(plan, _gathered(axis, operands))
 
 
-def _of_piece_fwd(plan: Plan, axis: str, operands: Operands) -> tuple[Outputs, tuple[Operands, Outputs]]:
+def _of_piece_fwd(plan: CallPlan, axis: str, operands: Operands) -> tuple[Outputs, tuple[Operands, Outputs]]:
     outputs: Any = _of_piece(plan, axis, operands)
     return outputs, (operands, outputs)
 
 
-def _of_piece_bwd(plan: Plan, axis: str, saved: tuple[Operands, Outputs], cotangents: Outputs) -> tuple[Operands]:
+def _of_piece_bwd(plan: CallPlan, axis: str, saved: tuple[Operands, Outputs], cotangents: Outputs) -> tuple[Operands]:
     operands, outputs = saved
     gradients = execute.backward(plan, (_gathered(axis, operands), outputs, None, cotangents))
     wide = gradients.weight.astype(plan.spec.accumulator)

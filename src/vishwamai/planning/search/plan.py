@@ -52,7 +52,7 @@ NOT_TRIED = (
 """What a search leaves out, in words."""
 
 
-class Report(Protocol):
+class Reporter(Protocol):
     """Called with a line of text before each step that takes time, and the seconds that are left, where known."""
 
     def __call__(self, text: str, left: float | None = None) -> None: ...
@@ -147,7 +147,7 @@ class _Question:
     time: bool
     finalists: int
     compiler: Compiler
-    report: Report
+    report: Reporter
     on_tried: Callable[[Candidate], None]
 
 
@@ -265,7 +265,7 @@ def plan_training(
     time: bool = True,
     finalists: int = FINALISTS,
     compiler: Compiler | None = None,
-    report: Report = _silent,
+    report: Reporter = _silent,
     on_tried: Callable[[Candidate], None] = lambda candidate: None,
 ) -> Plan:
     """Finds how a training step fits a target.
