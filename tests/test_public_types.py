@@ -22,7 +22,7 @@ FLAGS = {
     "rms_norm": "residual",
 }
 PAGE = (Path(__file__).parent.parent / "docs/api.md").read_text()
-SECTIONS = dict(re.findall(r"^## `(vishwamai\.\w+)`\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
+SECTIONS = dict(re.findall(r"^## `(vishwamai\.\w+)`[^\n]*\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 
 
 @pytest.mark.parametrize("name", sorted(FLAGS))
