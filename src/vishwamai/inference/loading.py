@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from vishwamai.inference.engine import Engine
     from vishwamai.models.decoder import Decoder
+    from vishwamai.models.storage import Storage
     from vishwamai.models.tokenizer import Tokenizer
 
 
@@ -190,7 +191,8 @@ class Load:
         if jax.default_backend() != "cpu" or mesh is not None or ffi.why_not() is not None:
             placed = {} if mesh is None else {"mesh": mesh, "rules": serving_rules(config, mesh.shape)}
             return from_pretrained(directory, dtype=dtype, quantize=quantize, **placed)
-        form = Form(dtype.name, quantize, _quantizes_head(self.quantize))
+        quantize = _of_packed(quantize)
+        form = Form(dtype.name, quantize and str(quantize), _quantizes_head(self.quantize))
         packed = read_packed(directory, form) if self.keep_packed else None
         if packed is not None:
             return packed
@@ -284,6 +286,8 @@ def plan_load(
     def sizes(of: Path, config: ModelConfig, rings: dict[int, int]) -> tuple[int, int, int]:
         """Bytes of the weights, of a page of the layers that share `num_pages`, and of the pools of windows."""
         form = _of_directory(quantize, of, directory)
+        if jax.default_backend() == "cpu" and devices is None:
+            form = _of_packed(form)
         weights = weight_bytes(config, itemsize, quantize=form, int8_head=head, mesh=devices, directory=of)
         none, all_rings = dict.fromkeys(rings, 0), ring_pages(rings, limits)
         page = page_bytes(config, page_size, stored, devices, window_pages=none)
@@ -392,6 +396,13 @@ def _vocab(directory: Path) -> dict[str, int] | None:
 def _quantizes_head(quantize: str | None, mesh: Any = None) -> bool:
     """Whether the head becomes int8 once the weights are loaded, when they are packed."""
     return quantize in ("int8", "int4") and jax.default_backend() == "cpu" and mesh is None
+
+
+def _of_packed(quantize: str | None) -> str | Storage | None:
+    """The form of weights that are packed, or the name of another one."""
+    from vishwamai.models.storage import PACKED
+
+    return None if quantize is None else PACKED.get(quantize, quantize)
 
 
 def _of_directory(quantize: str | None, directory: Path, model: Path) -> str | None:

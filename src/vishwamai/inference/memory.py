@@ -27,7 +27,7 @@ def weight_bytes(
     config: ModelConfig,
     itemsize: int,
     *,
-    quantize: str | None = None,
+    quantize: str | Storage | None = None,
     int8_head: bool = False,
     mesh: Mesh | None = None,
     directory: Path | None = None,
@@ -37,7 +37,7 @@ def weight_bytes(
     Args:
       itemsize: bytes of an element of those that are not quantized.
       quantize: argument of `from_pretrained`.
-      int8_head: the head is int8, with a float32 for each token.
+      int8_head: bool, True for a head in int8 (`storage.HEAD`).
       mesh: mesh of the model (`mesh.serving_rules`).
       directory: the checkpoint's directory, whose headers say what `quantize="keep"` holds.
 
@@ -45,7 +45,7 @@ def weight_bytes(
       ShapeError: as `mesh.serving_rules`, or a mesh axis cuts through blocks that share a scale.
       UnsupportedError: as `from_pretrained`.
     """
-    from vishwamai.models.storage import KEEP, QUANTIZATIONS, parameter_sharding
+    from vishwamai.models.storage import HEAD, KEEP, QUANTIZATIONS, Storage, parameter_sharding
 
     storage: Callable[[str, Parameter, int | None], Storage | None] | None = None
     if quantize == KEEP:
@@ -64,12 +64,17 @@ def weight_bytes(
         if storage is not None:
             stored = storage(name, parameter, layer)
         else:
-            stored = QUANTIZATIONS[quantize] if quantize is not None and parameter.matrix else None
+            form = quantize if quantize is None or isinstance(quantize, Storage) else QUANTIZATIONS[quantize]
+            stored = form if parameter.matrix else None
         if stored is None:
             scale_bytes = 4 if parameter.float32 else itemsize
             sharding = None if place is None else parameter_sharding(*place, parameter, 1, where)
             count = math.prod(parameter.shape if sharding is None else sharding.shard_shape(parameter.shape))
-            total += count + 4 * parameter.shape[0] if int8_head and name == head else count * scale_bytes
+            if int8_head and name == head:
+                vocab, hidden = parameter.shape
+                total += count + 4 * vocab * -(-hidden // (HEAD.block_size or hidden))
+            else:
+                total += count * scale_bytes
             continue
         weight = stored.shapes(parameter)
         if place is not None:

@@ -43,7 +43,7 @@ def from_pretrained(
     dtype: Any = jnp.bfloat16,
     mesh: Mesh | None = None,
     rules: Mapping[str, Any] | None = None,
-    quantize: str | None = None,
+    quantize: str | Storage | None = None,
     stacked: bool | None = False,
     config: ModelConfig | None = None,
 ) -> Decoder:
@@ -56,7 +56,8 @@ def from_pretrained(
       rules: mesh axes by the logical name of an axis, a `LogicalRules` or a dict. The names are
         `parameters.LOGICAL_NAMES`; those without a rule stay whole.
       quantize: "int8", "int4" or "fp8": weights of the layers' products are rounded to `QTensor`s. "keep": those of a
-        checkpoint that is published quantized become the `QTensor`s that have exactly its numbers. None: plain arrays.
+        checkpoint that is published quantized become the `QTensor`s that have exactly its numbers. A `Storage`: that
+        format, in its blocks. None: plain arrays.
       stacked: flag of `Decoder`. By default each layer is alone, as serving wants it: a scan copies each layer's
         weights out of the stack before a kernel reads them, which decoding waits for. To train, stack them.
       config: configuration in place of the directory's own, such as one that ties the head to the embeddings.
@@ -173,8 +174,8 @@ def quantization(directory: Path) -> dict[str, Any] | None:
     return settings
 
 
-def _index(directory: Path, quantize: str | None, config: ModelConfig) -> Index:
-    if quantize is not None and quantize not in (KEEP, *QUANTIZATIONS):
+def _index(directory: Path, quantize: str | Storage | None, config: ModelConfig) -> Index:
+    if quantize is not None and not isinstance(quantize, Storage) and quantize not in (KEEP, *QUANTIZATIONS):
         raise ShapeError(
             f"from_pretrained: `quantize` is {quantize!r}; pass {', '.join((KEEP, *QUANTIZATIONS))} or None."
         )
@@ -197,13 +198,17 @@ def _index(directory: Path, quantize: str | None, config: ModelConfig) -> Index:
 
 
 def _storage(
-    quantize: str | None, parameter: Parameter, pieces: list[Piece], stored: list[list[Stored | Decoded]], where: str
+    quantize: str | Storage | None,
+    parameter: Parameter,
+    pieces: list[Piece],
+    stored: list[list[Stored | Decoded]],
+    where: str,
 ) -> Storage | None:
     """How a parameter is held; None for a plain array."""
     if quantize is None or not parameter.matrix:
         return None
     if quantize != KEEP:
-        return QUANTIZATIONS[quantize]
+        return quantize if isinstance(quantize, Storage) else QUANTIZATIONS[quantize]
     names = [name for entry in pieces for name in entry.tensors]
     tensors = [tensor for group in stored for tensor in group]
     storages: dict[Storage | None, str] = {}

@@ -11,6 +11,7 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.packed_qtensor import has_kernel
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.periods import segments
+from vishwamai.models.storage import HEAD
 from vishwamai.ops.matmul.packed_weight import DTYPES, pack_weight
 from vishwamai.ops.quantization import quantize
 
@@ -25,8 +26,8 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
 
     Args:
       model: a decoder whose arrays are on one CPU.
-      quantize_head: round the head to int8 with a scale for each token, and pack it. A tied embedding is then read out
-        of it.
+      quantize_head: bool, True rounds the head to int8 in blocks (`storage.HEAD`), and packs it. A tied embedding is
+        then read out of it.
 
     >>> from flax import nnx
     >>> from vishwamai.models import Decoder, ModelConfig, pack_weights
@@ -45,7 +46,7 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
                 variable.set_value(jax.block_until_ready(pack_weight(variable.get_value())))
     if quantize_head:
         variable = model.embed if model.config.tie_embeddings else model.head
-        table = jax.jit(lambda x: quantize(x, "int8", axis=-1))(variable.get_value())
+        table = jax.jit(lambda x: quantize(x, HEAD.format, axis=-1, block_size=HEAD.block_size))(variable.get_value())
         variable.set_value(jax.block_until_ready(pack_weight(table, transpose=True)))
     return model
 

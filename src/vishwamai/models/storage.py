@@ -17,6 +17,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import FORMATS, QTensor
 from vishwamai.models.parameters import Parameter
 from vishwamai.ops.quantization import quantize
+from vishwamai.ops.quantization.search import searched
 from vishwamai.parallel import LogicalRules
 
 KEEP = "keep"
@@ -102,6 +103,8 @@ def _rounded(storage: Storage, sharding: Any) -> Callable[[jax.Array], QTensor]:
     """`Storage.quantize` of arrays with this sharding: one function, so that weights of one shape compile once."""
 
     def run(x: jax.Array) -> QTensor:
+        if storage.format == "int4" and storage.block_size is not None:
+            return searched(x, storage.format, storage.block_size)
         return quantize(x, storage.format, axis=-2, block_size=storage.block_size)
 
     if sharding is None:
@@ -117,6 +120,12 @@ QUANTIZATIONS: dict[str, Storage] = {
     "fp8": Storage("fp8_e4m3"),
 }
 """What `quantize` makes of a weight."""
+
+PACKED: dict[str, Storage] = {"int8": Storage("int8", 32), "int4": Storage("int4", 32)}
+"""What it makes of one that is packed for a CPU, whose kernels round activations in the blocks of the weight."""
+
+HEAD = Storage("int8", 32)
+"""The head next to such weights."""
 
 
 def parameter_sharding(
