@@ -184,7 +184,8 @@ def test_the_tokenizer_of_a_sentencepiece_file_is_the_published_one() -> None:
 @pytest.mark.long
 def test_generate_from_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     path = world.gguf(world.SMOLLM2_GGUF)
-    small = ["--max-length", "64", "--max-sequences", "1", "--step-tokens", "16", "--dtype", "float32", "--compile", "lazy"]
+    small = ["--max-length", "64", "--max-sequences", "1", "--step-tokens", "16"]
+    small += ["--dtype", "float32", "--compile", "lazy"]
     options = ["--max-new-tokens", "2", "--temperature", "0", "--no-keep-packed"]
     assert main(["generate", str(path), "--prompt", "The capital of France is", *options, *small]) == 0
     output = capsys.readouterr()
