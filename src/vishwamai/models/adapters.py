@@ -36,7 +36,6 @@ _PLAIN: Mapping[str, Any] = {
     "bias": "none",
     "modules_to_save": None,
     "use_dora": False,
-    "fan_in_fan_out": False,
     "lora_bias": False,
     "layer_replication": None,
     "trainable_token_indices": None,
@@ -86,12 +85,13 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> dict[Place, Thin
         down, up = (np.asarray(tensors[half].read()).astype(np.float32) for half in names)
         used.update(names)
         rank, stored = down.shape[0], where.shape(shape)
-        if down.shape != (rank, stored[1]) or up.shape != (stored[0], rank):
+        outer, inner = (0, 1) if where.transpose else (1, 0)  # GPT-2's weights are [in, out]
+        if down.shape != (rank, stored[inner]) or up.shape != (stored[outer], rank):
             raise ShapeError(
                 f"{path}: `{module}` has matrices of shapes {list(down.shape)} and {list(up.shape)}; the model's "
                 f"weight has {list(stored)}."
             )
-        rows = where.index((slice(None), slice(None)), shape)[0]
+        rows = where.index((slice(None), slice(None)), shape)[outer]
         adapter[layer, name] = down.T, _scale(settings, module, rank, settings_path) * up[rows].T
     unread = sorted(tensors.keys() - used)
     if unread or not adapter:
@@ -169,6 +169,11 @@ class AdapterSizes:
         """The shapes of `down` and `up` of all adapters, by place."""
         columns = self.count * self.rank
         return {where: ((shape[0], columns), (columns, shape[1])) for where, (_, shape) in _places(config).items()}
+
+    @staticmethod
+    def modules(config: ModelConfig) -> set[str]:
+        """Names of the modules of a checkpoint whose products may have an adapter."""
+        return {where.tensors[0].removesuffix(".weight") for where, _ in _places(config).values()}
 
     def bytes(self, config: ModelConfig, itemsize: int) -> int:
         """Of the matrices of all adapters."""

@@ -1,0 +1,154 @@
+"""Every family, by table, in the forms that training and serving hold it: gradients, adapters of peft, rounded weights
+and two devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from safetensors.numpy import load_file
+
+import models_peer
+import world
+from models_families import TINY
+from vishwamai import aot
+from vishwamai.core.qtensor import QTensor
+from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config, save_pretrained
+from vishwamai.models.adapters import AdapterSizes, adapt, read_adapter
+from vishwamai.models.checkpoint import parameter_variables
+from vishwamai.models.parameters import split_units
+from vishwamai.planning.memory.analytic import serving_memory
+from vishwamai.planning.memory.compiler import Compiler
+from vishwamai.planning.serving import Serving, trace_serving
+from vishwamai.training.head import cross_entropy, head_operands
+
+TOKENS = np.random.default_rng(0).integers(3, 131, (2, 24))
+UNTRAINED = ("e_score_correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
+"""Ends of the names of what no gradient reaches."""
+
+
+def logits_of(model: Decoder) -> np.ndarray:
+    return np.asarray(jax.jit(lambda model, tokens: model.logits(model(tokens)))(model, jnp.asarray(TOKENS)))
+
+
+def assert_close(logits: np.ndarray, expected: np.ndarray, share: float) -> None:
+    assert np.abs(logits - expected).max() <= share * np.abs(expected).max()
+
+
+@pytest.mark.turns(24)
+@pytest.mark.parametrize("name", TINY)
+def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    import torch
+
+    peer = TINY[name].save(tmp_path)
+    model = from_pretrained(tmp_path, dtype=jnp.float32)
+
+    def loss(model: Decoder, tokens: Any) -> Any:
+        hidden, head = head_operands(model.config, model.top_arrays(), model(tokens[:, :-1]))
+        return cross_entropy(model.config, hidden, head, tokens[:, 1:])
+
+    save_pretrained(jax.jit(jax.grad(loss))(model, jnp.asarray(TOKENS)), tmp_path / "gradient")
+    tokens = torch.as_tensor(TOKENS)
+    logits = peer.double()(tokens[:, :-1], use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    for parameter in peer.parameters():  # transformers itself gives them the names of a checkpoint
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    peer.save_pretrained(tmp_path / "expected")
+    ours, expected = (load_file(tmp_path / folder / "model.safetensors") for folder in ("gradient", "expected"))
+    assert ours.keys() == expected.keys()
+    for key, value in ours.items():
+        if not key.endswith(UNTRAINED):
+            error = np.abs(value - expected[key]).max()
+            assert error <= 1e-4 * np.abs(expected[key]).max() + 1e-6, key
+
+
+@pytest.mark.turns(24)
+@pytest.mark.parametrize("name", TINY)
+def test_adapters_of_peft_give_its_logits(name: str, tmp_path: Path) -> None:
+    import peft
+    import torch
+
+    peer = TINY[name].save(tmp_path)
+    config = read_config(tmp_path)
+    modules = sorted(AdapterSizes.modules(config))
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=6, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    adapted: Any = peft.get_peft_model(peer, settings)
+    adapted.save_pretrained(tmp_path / "adapter")
+    matrices = read_adapter(tmp_path / "adapter", config)
+    assert len(matrices) >= len(modules)
+    model = from_pretrained(tmp_path, dtype=jnp.float32)
+    adapt(model, matrices, jnp.ones(1))
+    assert_close(logits_of(model), models_peer.peer_logits(adapted.eval(), TOKENS), 2e-5)
+
+
+@pytest.mark.turns(24)
+@pytest.mark.parametrize("name", TINY)
+def test_rounded_weights_give_the_logits_of_what_they_stand_for(name: str, tmp_path: Path) -> None:
+    TINY[name].save(tmp_path)
+    for form in ("int8", "int4"):
+        model = from_pretrained(tmp_path, dtype=jnp.float32, quantize=form)
+        logits, rounded = logits_of(model), 0
+        for _, _, _, variable in parameter_variables(model):
+            value = variable.get_value()
+            if isinstance(value, QTensor):
+                variable.set_value(value.dequantize().astype(jnp.float32))
+                rounded += 1
+        assert rounded
+        save_pretrained(model, tmp_path / form)
+        assert_close(logits, models_peer.peer_logits(models_peer.load(tmp_path / form), TOKENS), 1e-4)
+
+
+@pytest.mark.turns(24)
+@pytest.mark.parametrize("name", TINY)
+def test_two_devices_give_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    peer = TINY[name].save(tmp_path)
+    units = split_units(read_config(tmp_path))
+    rules = {axis: "tensor" for axis, (_, count) in units.items() if count % 2 == 0 and axis != "experts"}
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        logits = logits_of(from_pretrained(tmp_path, dtype=jnp.float32, mesh=mesh, rules=rules))
+    assert_close(logits, models_peer.peer_logits(peer, TOKENS), 2e-5)
+
+
+PUBLISHED = {
+    "google--gemma-4-26B-A4B": (24.5, 26.5),
+    "meta-llama--Llama-4-Scout-17B-16E-Instruct": (105, 109),
+    "XiaomiMiMo--MiMo-V2-Flash": (300, 312),
+}
+"""Published configurations, and the bounds of the model's numbers in units of 1e9, by the authors' names of them."""
+
+
+def published(name: str) -> ModelConfig:
+    return read_config(world.folder(f"configs/{name}"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_is_planned(name: str) -> None:
+    serving = Serving(published(name), batch_size=4, length=8192)
+    parts = serving_memory(serving, "v6e").parts
+    low, high = PUBLISHED[name]
+    assert low <= parts["parameters"].value / 2e9 <= high  # bfloat16
+    assert 0 < parts["kv"].value < 2**34
+
+
+@pytest.mark.skipif(not aot.has_libtpu(), reason="needs libtpu: pip install '.[aot]'")
+@pytest.mark.long
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_layer_of_each_kind_compiles_for_v6e_at_its_published_sizes(name: str) -> None:
+    config = published(name)
+    layers = tuple(dict.fromkeys(config.layers))
+    config = dataclasses.replace(config, layers=layers, num_layers=len(layers))
+    serving = Serving(config, batch_size=4, length=8192)
+    with Compiler() as compiler:
+        assert compiler.verify(trace_serving(serving, "v6e")).fits
