@@ -67,10 +67,12 @@ def test_all_ways_to_say_something_are_records(capsys):
         assert not logs.shows_bars()
 
 
-def test_settings_of_the_caller_hold_again():
+def test_settings_of_the_caller_hold_again(capsys):
     logger = logging.getLogger("vishwamai")
     before = logger.handlers[:], logger.level, logger.propagate
     assert main(["completion", "bash", "--log-level", "error"]) == 0
+    progress.say("a part of a command that a program calls")
+    assert capsys.readouterr().err == "... a part of a command that a program calls\n"
     assert (logger.handlers[:], logger.level, logger.propagate) == before
 
 

@@ -99,7 +99,9 @@ def say(message: str, line: str | None = None, level: int = logging.INFO) -> Non
       level: a level of `logging`.
     """
     if not logging.getLogger("vishwamai").handlers:  # a part of a command, called from elsewhere
-        configure()
+        with configured():
+            say(message, line, level)
+        return
     COMMAND.log(level, "%s", message, extra={} if line is None else {"line": line})
 
 
