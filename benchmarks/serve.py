@@ -104,7 +104,7 @@ class DrivenEngine:
             self.engine.cancel(request)
         while not self.engine.idle:
             self.engine.step()
-        self.engine.scheduler.pool.forget()
+        self.engine.scheduler.forget_prefixes()
         self._requests.clear()
 
 

@@ -37,7 +37,8 @@ def answers(engine, *requests):
 
 def request(deltas, **options):
     grammar, sink = options.pop("grammar", None), options.pop("sink", deltas.append)
-    return Request((5, 6, 7), Sampling(max_new_tokens=6, **options), sink, grammar=grammar)
+    prompt = options.pop("prompt", (5, 6, 7))
+    return Request(prompt, Sampling(max_new_tokens=6, **options), sink, grammar=grammar)
 
 
 class Broken:
@@ -112,6 +113,16 @@ def test_a_step_that_fails_ends_its_answers_and_no_later(engine):
     assert bad[-1].finish == "error" and "broadcast" in bad[-1].error
     answers(engine, request(good))
     assert good[-1].finish == "length"
+
+
+def test_no_prompt_goes_on_after_pages_of_a_step_that_failed(engine):
+    """They are known from when the step is planned, and hold whatever was there."""
+    prompt, expected, again = tuple(range(3, 3 + 2 * engine.core.scheduler.limits.page_size + 1)), [], []
+    answers(engine, request([], prompt=prompt, grammar=Broken("shape")))
+    answers(engine, request(again, prompt=prompt))
+    answers(engine, request(expected, prompt=prompt))
+    assert again[0].cached == 0 < expected[0].cached
+    assert [delta.token_ids for delta in again] == [delta.token_ids for delta in expected]
 
 
 @pytest.mark.turns(3)

@@ -142,6 +142,7 @@ class EngineCore:
         for branch in branches:
             if not branch.stream.finished:
                 self._end(branch, "error", _text(error))
+        self.scheduler.forget_prefixes()  # pages are known from when a step is planned, and this one wrote none
 
     def _end(self, branch: Branch, finish: Finish, error: str | None = None, declined: bool = False) -> None:
         self.scheduler.finish(branch.stream)

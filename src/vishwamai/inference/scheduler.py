@@ -221,6 +221,13 @@ class Scheduler:
             self._leave(stream)
         stream.finished = True
 
+    def forget_prefixes(self) -> None:
+        """Makes every page and state that nobody holds blank: no later prompt goes on after an earlier one."""
+        if self.states is not None:
+            self.states.forget_all()
+        for pool in (self.pool, *self.windows.pools.values()):
+            pool.forget()
+
     def _past(self, length: int) -> bool:
         return self.switch is not None and length > self.switch
 

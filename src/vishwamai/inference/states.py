@@ -127,6 +127,11 @@ class StatePool:
         if self._slots.drop(digest):
             self._drop(digest)
 
+    def forget_all(self) -> None:
+        """Keeps no state that nobody is about to read."""
+        while (digest := self._slots.oldest) is not None:
+            self.forget(digest)
+
     def release(self, slot: int | None, digests: Sequence[bytes] = ()) -> None:
         """A sequence gives up its state and, just before, pages of those digests: the ones that no kept state needs are
         blank.
