@@ -276,7 +276,7 @@ def test_a_template_is_tried_when_a_server_starts(monkeypatch: pytest.MonkeyPatc
     tokenizer = Tokenizer(encoder(), ChatTemplate("{{ raise_exception('no chats') }}", "chat.jinja"))
     lines: list[str] = []
     monkeypatch.setattr(model, "plan", lambda arguments, adapters: types.SimpleNamespace(tokenizer=tokenizer))
-    monkeypatch.setattr(model, "say", lines.append)
+    monkeypatch.setattr(model, "warn", lines.append)
     monkeypatch.setattr(model, "load", lambda *args: (_ for _ in ()).throw(InterruptedError))
     options = {
         "directory": tmp_path,
