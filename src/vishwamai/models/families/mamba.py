@@ -325,7 +325,7 @@ MAMBA: Mapping[str, Family] = {
             *(*_TRAINING, "time_step_limit", "chunk_size", "expand", "attention_bias", "mamba_proj_bias"),
             *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "n_shared_experts"),
             *("mtp_hybrid_override_pattern", "norm_eps", "num_logits_to_keep", "partial_rotary_factor"),
-            *("use_mamba_kernels",),
+            *("rms_norm_eps", "time_step_rank", "use_mamba_kernels"),
         ),
         aliases={"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
         derive=nemotron_values,
