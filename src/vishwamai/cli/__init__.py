@@ -26,7 +26,7 @@ COMMANDS = {
     "generate": "continue a prompt with a model that Hugging Face's directory holds",
     "serve": "serve a model over HTTP, in OpenAI's form",
     "evaluate": "perplexity of a model on a text, in the form that is served, and its distance from the float model",
-    "quantize": "write a model with rounded weights in the form of compressed-tensors, which vLLM reads too",
+    "quantize": "write a model with rounded weights in the form of compressed-tensors",
     "bench": "check and time every operation that this machine can run, compared with the framework's own",
     "doctor": "what this machine has, what is missing, and the command that fixes it",
     "check": "compile a function for a TPU you do not have; memory and errors in words",

@@ -4,8 +4,9 @@
   vishwamai quantize DIR --format int4 --calibrate FILE -o OUT
   vishwamai serve OUT --quantize keep
 
-transformers and vLLM read OUT, and so does every command here. With --calibrate, a text goes through the model first,
-and the rounding lessens the errors of the inputs that are large there. The embedding and the head stay as they are.
+transformers reads OUT, and so does every command here; vLLM documents the form. With --calibrate, a text goes through
+the model first, and the rounding lessens the errors of the inputs that are large there. The embedding and the head stay
+as they are.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Checkpoints whose products are rounded to few bits, in the form of the library compressed-tensors, which transformers
-and vLLM read, as does `from_pretrained(directory, quantize="keep")`.
+reads and vLLM documents; `from_pretrained(directory, quantize="keep")` reads it too.
 
 int8 and int4 are "pack-quantized": numbers plus 2^(bits - 1), side by side in words of 32 bits, with a scale for each
 group of neighbours along the input. fp8 is "float-quantized", with a scale for each output. Tensors are read, rounded
