@@ -133,7 +133,7 @@ def banners(measurements: Sequence[CaseMeasurement], versions: Mapping[str, str 
             f"therefore measured too low; no share is shown of {names}."
         )
     if versions.get("torch") is None and any(m.framework == "jax" for m in measurements):
-        texts.append("The only peer is jax, which is a weak one on CPUs; make bench TORCH=yes adds torch.")
+        texts.append("The peer is jax alone, which is weak on CPUs; make bench TORCH=yes adds torch.")
     return texts
 
 
