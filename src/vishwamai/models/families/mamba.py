@@ -320,6 +320,7 @@ MAMBA: Mapping[str, Family] = {
             "mlp_bias": (False,),
             "mamba_hidden_act": ("silu",),
             "sliding_window": (None,),
+            "tie_word_embeddings": (False,),  # the class has a head of its own in any case
         },
         ignored=(
             *(*_TRAINING, "time_step_limit", "chunk_size", "expand", "attention_bias", "mamba_proj_bias"),
