@@ -92,8 +92,9 @@ def with_local_model(config: TrainConfig, weights: bool = True) -> TrainConfig:
     """
 
     def local(path: str | None, weights: bool) -> str | None:
-        named = path is not None and (HubModel.parse(path) is not None or address(path) is not None)
-        return str(local_model(path, weights)) if named else None
+        if path is None or (HubModel.parse(path) is None and address(path) is None):
+            return None
+        return str(local_model(path, weights))
 
     model, tokenizer = config.model, config.tokenizer
     start, path = local(model.start_from, weights), local(tokenizer.path, False)
