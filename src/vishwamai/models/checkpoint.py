@@ -258,7 +258,7 @@ def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[
     left = sorted(n for n in index if n not in used | ignored and not n.endswith(_BUFFERS))
     if config.latent is not None or (config.experts is not None and config.experts.method == "noaux_tc"):
         left = [n for n in left if not n.startswith(extra)]
-    left = [n for n in left if not n.startswith(FAMILIES[config.family].unread)]
+    left = [n for n in left if not n.startswith(FAMILIES[config.family].unread) and 0 not in index[n].shape]
     if left:
         raise ShapeError(
             f"{index[left[0]].path}: tensor `{left[0]}` is not expected in a {config.family} model of "

@@ -106,6 +106,7 @@ GEMMA: Mapping[str, Family] = {
         choices={"hidden_size_per_layer_input": ("norm_offset", {0: False})},
         fixed={
             "num_kv_shared_layers": (0,),
+            "partial_rotary_factor": (None,),  # beside `rope_parameters`, which has one for each kind of layer
             "use_bidirectional_attention": (None, "vision"),
         },
         ignored=("expert_intermediate_size", "use_double_wide_mlp", "vocab_size_per_layer_input"),

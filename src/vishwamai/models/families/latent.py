@@ -42,6 +42,11 @@ def _mistral4(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
                 f"{source}: `partial_rotary_factor` is {share!r} in `{key}`; the decoder rotates `qk_rope_head_dim` = "
                 f"{turning} features of each head, next to `qk_nope_head_dim` = {plain}. Remove the key."
             )
+    if values.get("head_dim") not in (None, turning + plain):
+        raise UnsupportedError(
+            f"{source}: `head_dim` is {values['head_dim']!r}; the decoder's heads have `qk_nope_head_dim` + "
+            f"`qk_rope_head_dim` = {turning + plain} features. Remove the key."
+        )
     plain_ropes = {
         key: {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
         for key, rope in ropes.items()
