@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import models_peer
 import world
+from models_families import TINY
 from models_peer import SIZES, Peer
 from vishwamai import ShapeError, UnsupportedError
 from vishwamai.models import ModelConfig, from_pretrained, read_config, save_pretrained
@@ -61,14 +63,26 @@ def stored(directory: Path) -> dict[str, np.ndarray]:
     return load_file(directory / "model.safetensors")
 
 
-def test_a_tied_model_with_a_head_of_its_own_uses_that_head(tmp_path: Path) -> None:
-    peer = Peer("Llama", {"tie_word_embeddings": True})
-    peer.save(tmp_path)
+ENDS = {
+    "llama": ("model.embed_tokens.weight", "lm_head.weight"),
+    "gpt_neox": ("gpt_neox.embed_in.weight", "embed_out.weight"),
+    "gpt2": ("transformer.wte.weight", "lm_head.weight"),
+    "opt": ("model.decoder.embed_tokens.weight", "lm_head.weight"),
+    "mamba2": ("backbone.embeddings.weight", "lm_head.weight"),
+}
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("name", ENDS)
+def test_a_tied_model_with_a_head_of_its_own_uses_that_head(tmp_path: Path, name: str) -> None:
+    peer = Peer("Llama") if name == "llama" else TINY[name]
+    dataclasses.replace(peer, options={**peer.options, "tie_word_embeddings": True}).save(tmp_path)
     tokens = np.random.default_rng(0).integers(3, 131, (1, 20))
     tensors = stored(tmp_path)
-    table = tensors["model.embed_tokens.weight"]
+    embed, head_name = ENDS[name]
+    table = tensors[embed]
     for head, tied in ((table, True), (2 * table[::-1], False)):
-        save_file({**tensors, "lm_head.weight": np.ascontiguousarray(head)}, tmp_path / "model.safetensors")
+        save_file({**tensors, head_name: np.ascontiguousarray(head)}, tmp_path / "model.safetensors")
         model = from_pretrained(tmp_path, dtype=jnp.float32)
         assert model.config.tie_embeddings == read_config(tmp_path).tie_embeddings == tied
         expected = models_peer.peer_logits(models_peer.load(tmp_path), tokens)

@@ -32,6 +32,7 @@ from vishwamai.models.shards import Stored, read_index
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage, parameter_sharding
 from vishwamai.models.tensors import Piece, piece
 from vishwamai.models.text_part import text_tensors
+from vishwamai.models.tied import end_name
 from vishwamai.models.values import read_json
 from vishwamai.parallel import LogicalRules
 
@@ -253,7 +254,7 @@ _BUFFERS = (*("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attent
 
 def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[str]) -> None:
     """A tensor that nothing reads means that the configuration describes another model."""
-    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
+    ignored = {end_name(config.family, "head")} if config.tie_embeddings else set()
     extra = f"model.layers.{config.num_layers}."  # DeepSeek's layer that predicts a second token
     left = sorted(n for n in index if n not in used | ignored and not n.endswith(_BUFFERS))
     if config.latent is not None or (config.experts is not None and config.experts.method == "noaux_tc"):

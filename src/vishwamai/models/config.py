@@ -290,7 +290,7 @@ def read_config(directory: str | Path) -> ModelConfig:
     """
     path = model_directory(Path(directory)) / "config.json"
     config = ModelConfig.from_dict(read_json(path), str(path))
-    if config.tie_embeddings and has_own_head(path.parent):
+    if config.tie_embeddings and has_own_head(path.parent, config.family):
         return dataclasses.replace(config, tie_embeddings=False)
     return config
 
