@@ -21,8 +21,8 @@ def end_name(family: str, parameter: str) -> str:
 
 
 def has_own_head(directory: Path, family: str) -> bool:
-    """Whether the files of a family's model have a head that differs from the embedding table. transformers 5 then uses that head, as
-    training that writes both and forgets the key means it.
+    """Whether the files of a family's model have a head that differs from the embedding table. transformers 5 then uses
+    that head, as training that writes both and forgets the key means it.
     """
     names = ("model.safetensors", "model.safetensors.index.json")
     if not any((directory / name).is_file() for name in names):
