@@ -16,7 +16,9 @@ import pytest
 from serving import serving, write_encoder, write_model
 from vishwamai.inference import Embedder, Limits, Sampling, plan_load
 from vishwamai.inference.server.service import Service, Settings
-from vishwamai.models import Pooling, SentenceEncoder, bert
+from vishwamai.models import Pooling, SentenceEncoder
+from vishwamai.models.encoder_tensors import stored_bytes
+from vishwamai.models.shards import read_index
 
 SETTINGS = Settings("tiny", max_queue=3, max_body=20_000, defaults={"temperature": 0.0})
 MESSAGES: Any = [{"role": "user", "content": "Grüße"}]
@@ -269,7 +271,7 @@ def test_an_encoder_alone(tmp_path):
     write_encoder(tmp_path)
     encoder = SentenceEncoder.from_pretrained(tmp_path)
     held = sum(array.nbytes for array in jax.tree.leaves(encoder.parameters))
-    assert isinstance(encoder.config, bert.BertConfig) and bert.parameter_bytes(encoder.config, 4) == held
+    assert stored_bytes(read_index(tmp_path), 4) == held
     with serving(None, Settings("vectors"), Embedder.of_encoder(encoder)) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
         texts = ["a b", "b a c " * 5, "c"]

@@ -240,14 +240,6 @@ def encode(
     return x.reshape(batch, seq, config.hidden_size)
 
 
-def parameter_bytes(config: BertConfig, itemsize: int) -> int:
-    """Bytes of the parameters that `from_hugging_face` reads, of `itemsize` bytes each."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    rows = config.vocab_size + config.max_position_embeddings + config.type_vocab_size
-    layer = hidden * (4 * hidden + 2 * inner) + 9 * hidden + inner  # products; biases and two norms
-    return itemsize * (rows * hidden + 2 * hidden + config.num_hidden_layers * layer)
-
-
 def from_hugging_face(tensors: Mapping[str, Stored], config: BertConfig, dtype: Any = jnp.float32) -> Parameters:
     """The tree of parameters from a checkpoint of `transformers.BertModel`, or of a model that has one as its `bert`
     (`roberta`).
