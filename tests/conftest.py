@@ -100,10 +100,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_END] = time.monotonic() + 60 * minutes
 
 
-_RESIDENT = 1 << 30
-"""Bytes of a process above which the programs of a finished module are dropped: thousands of them take 5 GiB."""
+_GROWTH = 512 << 20
+"""Bytes by which a process may grow until the programs of finished modules are dropped: thousands take 5 GiB."""
 
 _LIBC = ctypes.CDLL(None)
+
+
+_baseline = 0
 
 
 def _resident() -> int:
@@ -121,11 +124,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         jax.config.update("jax_compilation_cache_dir", None)
         jax_cache.turn(on=True)
-    if nextitem is not None and nextitem.path != item.path and _resident() > _RESIDENT:
+    global _baseline
+    _baseline = _baseline or _resident()
+    if nextitem is not None and nextitem.path != item.path and _resident() > _baseline + _GROWTH:
         jax.clear_caches()
         gc.collect()
         if hasattr(_LIBC, "malloc_trim"):
             _LIBC.malloc_trim(0)
+        _baseline = _resident()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
