@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from vishwamai.core import caches
-from vishwamai.core.arguments import checked
+from vishwamai.core.arguments import check_instances, checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig, read_config
@@ -69,6 +69,7 @@ def from_pretrained(
       UnsupportedError: the configuration is not one that the decoder computes, or "keep" is asked for and no `QTensor`
         has the numbers of a weight; the text names it.
     """
+    check_instances("from_pretrained", {"config": ModelConfig, "rules": Mapping}, {"config": config, "rules": rules})
     directory = model_directory(Path(directory), weights=True)
     config = config or read_config(directory)
     if rules and mesh is None:
