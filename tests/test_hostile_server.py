@@ -193,6 +193,8 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         str(path),
         "--port",
         str(port),
+        "--name",
+        "served-model",
         "--pooling",
         "last",
         *sizes,
