@@ -55,7 +55,8 @@ def check(directory: Path, quantize: str, axes: str, stacked: bool) -> Decoder:
     one = from_pretrained(directory, **options)
     model = from_pretrained(directory, mesh=mesh, rules=serving_rules(one.config, mesh.shape), **options)
     for found, expected in zip(jax.tree.leaves(model), jax.tree.leaves(one), strict=True):
-        np.testing.assert_array_equal(jax.device_get(found), jax.device_get(expected))
+        digits = 1e-6 * jnp.issubdtype(expected.dtype, jnp.floating)  # a scale is searched by sums, in another order
+        np.testing.assert_allclose(jax.device_get(found), jax.device_get(expected), rtol=digits, atol=0)
     assert bytes_of_devices(model, mesh) == {
         weight_bytes(one.config, 4, quantize=quantize, mesh=mesh, directory=directory)
     }

@@ -242,7 +242,7 @@ QUIET = """
 import sys
 from vishwamai.cli import main
 from vishwamai.core.errors import DeviceError
-from vishwamai.planning import search
+from vishwamai.planning.search import plan as search
 
 def traced(config, target):
     raise DeviceError("formulas are done")
