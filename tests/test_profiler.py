@@ -49,7 +49,7 @@ import types
 import jax
 import jax.numpy as jnp
 import vishwamai
-from vishwamai.planning import profiler
+from vishwamai.performance import profiler
 peak = types.SimpleNamespace(published=False, how="a test's", flops=lambda dtype: 1e15)
 profiler.local_peaks = lambda: peak
 
