@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli import model, options
 from vishwamai.cli.function import CommandError
-from vishwamai.cli.progress import Countdown, left
+from vishwamai.cli.progress import Countdown, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from vishwamai.inference import Load
     from vishwamai.models.config import ModelConfig
     from vishwamai.models.tokenizer import Tokenizer
@@ -89,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             stride=stride,
             begin=begin,
             reference=reference,
-            on_tokens=_report(progress),
+            on_tokens=counted(progress, "compiling", "{} of {} tokens"),
         )
     values: dict[str, Any] = {
         "model": name,
@@ -201,21 +199,6 @@ def _passes(arguments: argparse.Namespace, planned: Load, context: int) -> Any:
         planned.tokenizer,
         planned.optimization.of_kernels,
     )
-
-
-def _report(progress: Countdown) -> Callable[[int, int], None]:
-    """Says how far the evaluation is, every few seconds."""
-    progress.say("compiling")
-    started = last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last > 2:
-            last = now
-            progress.say(f"{done} of {total} tokens", left(now - started, done, total))
-
-    return report
 
 
 def _summary(values: dict[str, Any]) -> str:

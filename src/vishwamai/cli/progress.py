@@ -161,6 +161,30 @@ class Countdown(_Shown):
         write(f"{text}{rest}", self._start)
 
 
+def counted(progress: Countdown, start: str, text: str) -> Callable[[int, int], None]:
+    """Shows how far work is, at most every two seconds.
+
+    Args:
+      progress: line or bar that shows it.
+      start: text until the first count.
+      text: text with two places, for the count and the total.
+
+    Returns:
+      A function that work calls with (count, total).
+    """
+    progress.say(start)
+    started = last = time.monotonic()
+
+    def report(count: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > 2:
+            last = now
+            progress.say(text.format(count, total), left(now - started, count, total))
+
+    return report
+
+
 def _countdown_bar(screen: Any, clock: Callable[[], float] = time.monotonic) -> Progress:
     """A bar whose total is the seconds that the whole is expected to take; None moves it to and fro."""
     from rich.progress import BarColumn, Progress, ProgressColumn

@@ -12,14 +12,12 @@ as they are.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli import evaluate, model, output
 from vishwamai.cli.function import CommandError
-from vishwamai.cli.progress import Countdown, left
+from vishwamai.cli.progress import Countdown, counted
 
 if TYPE_CHECKING:
     from vishwamai.models.importance import Place
@@ -66,7 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     with Countdown() as progress:
         weights = None if text is None else _importance(arguments, text, progress)
         form = write_compressed(
-            arguments.directory, arguments.output, arguments.format, weights, _report(progress, "rounding weights")
+            arguments.directory,
+            arguments.output,
+            arguments.format,
+            weights,
+            counted(progress, "rounding weights", "rounding weights, {} of {}"),
         )
     shared = "a scale for each output" if form.group_size is None else f"a scale for {form.group_size} inputs"
     print(f"{arguments.output}: {arguments.format}, {shared}")
@@ -89,19 +91,6 @@ def _importance(arguments: argparse.Namespace, text: str, progress: Countdown) -
     plain = from_pretrained(arguments.directory, dtype="float32")
     length = min(_ROW, plain.config.max_positions)
     rows = [ids[start : start + length] for start in range(0, len(ids), length)]
-    return importance(plain, rows, _report(progress, "computing the calibration text"))
-
-
-def _report(progress: Countdown, activity: str) -> Callable[[int, int], None]:
-    """Says how far an activity is, every few seconds."""
-    progress.say(activity)
-    started = last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last > 2:
-            last = now
-            progress.say(f"{activity}, {done} of {total}", left(now - started, done, total))
-
-    return report
+    return importance(
+        plain, rows, counted(progress, "computing the calibration text", "computing the calibration text, {} of {}")
+    )

@@ -5,9 +5,10 @@ Tensors are read by parts, straight into (sharded) device arrays: host memory be
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,8 @@ def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[
     left = sorted(n for n in index if n not in used | ignored and not n.endswith(_BUFFERS))
     if config.latent is not None or (config.experts is not None and config.experts.method == "noaux_tc"):
         left = [n for n in left if not n.startswith(extra)]
-    left = [n for n in left if not n.startswith(FAMILIES[config.family].unread) and 0 not in index[n].shape]
+    left = [n for n in left if not n.startswith(FAMILIES[config.family].unread)]
+    left = [n for n in left if not (".shared_experts." in n and 0 in index[n].shape)]  # of `n_shared_experts: 0`
     if left:
         raise ShapeError(
             f"{index[left[0]].path}: tensor `{left[0]}` is not expected in a {config.family} model of "
@@ -342,7 +344,6 @@ def save_pretrained(model: Decoder, directory: str | Path) -> None:
       DeviceError: a file cannot be written, such as on a full disk; the text names it and the reason.
     """
     from safetensors import SafetensorError
-    from safetensors.numpy import save_file
 
     directory = Path(directory)
     tensors: dict[str, np.ndarray] = {}
@@ -362,21 +363,30 @@ def save_pretrained(model: Decoder, directory: str | Path) -> None:
     tensors |= {name: np.asarray(value, np.float32) for name, value in _constants(model.config).items()}
     values = model.config.to_dict()
     values["dtype"] = model.embed.get_value().dtype.name
-    weights, draft = directory / "model.safetensors", directory / "model.safetensors.partial"
-    with caches.writing(weights, "save_pretrained", (OSError, SafetensorError)):
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.write_bytes(b"")
-            mode = draft.stat().st_mode  # by the umask; safetensors gives 0600
-            save_file(tensors, draft, metadata={"format": "pt"})
-            draft.chmod(mode)
-            (directory / "model.safetensors.index.json").unlink(missing_ok=True)  # of shards, which it would prefer
-            draft.replace(weights)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
+    weights = directory / "model.safetensors"
+    with caches.writing(weights, "save_pretrained", (OSError, SafetensorError)), drafted(tensors, weights):
+        (directory / "model.safetensors.index.json").unlink(missing_ok=True)  # of shards, which it would prefer
     with caches.writing(directory / "config.json", "save_pretrained"):
         caches.write(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+@contextlib.contextmanager
+def drafted(tensors: Mapping[str, np.ndarray], weights: Path) -> Iterator[None]:
+    """Writes tensors next to the file `weights`, and moves them there once the block has ended without an error."""
+    from safetensors.numpy import save_file
+
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    draft = weights.with_name(f"{weights.name}.partial")
+    try:
+        draft.write_bytes(b"")
+        mode = draft.stat().st_mode  # by the umask; safetensors gives 0600
+        save_file(dict(tensors), draft, metadata={"format": "pt"})
+        draft.chmod(mode)
+        yield
+        draft.replace(weights)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def named_parameters(model: Decoder) -> list[tuple[str, Parameter, int | None, Any]]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from vishwamai.core import caches
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.models.checkpoint import quantization
+from vishwamai.models.checkpoint import drafted, quantization
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.gguf import model_directory
 from vishwamai.models.importance import Place
@@ -177,7 +177,6 @@ def write_compressed(
       DeviceError: a file cannot be written.
     """
     from safetensors import SafetensorError
-    from safetensors.numpy import save_file
 
     directory, index, places, form = check_source(source, format)
     tensors: dict[str, np.ndarray] = {}
@@ -198,19 +197,12 @@ def write_compressed(
         "kv_cache_scheme": None,
     }
     draft = target / "model.safetensors.partial"
-    with caches.writing(draft, "quantize", (OSError, SafetensorError)):
-        target.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.write_bytes(b"")
-            mode = draft.stat().st_mode  # by the umask; safetensors gives 0600
-            save_file(tensors, draft, metadata={"format": "pt"})
-            draft.chmod(mode)
-            _copy_files(directory, target)
-            caches.write(target / "config.json", json.dumps(values, indent=2) + "\n")
-            draft.replace(target / "model.safetensors")
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
+    with (
+        caches.writing(draft, "quantize", (OSError, SafetensorError)),
+        drafted(tensors, target / "model.safetensors"),
+    ):
+        _copy_files(directory, target)
+        caches.write(target / "config.json", json.dumps(values, indent=2) + "\n")
     return form
 
 
