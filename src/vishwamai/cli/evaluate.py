@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli import model, options
 from vishwamai.cli.function import CommandError
-from vishwamai.cli.progress import Countdown, counted
+from vishwamai.cli.progress import Countdown, count_report
 
 if TYPE_CHECKING:
     from vishwamai.inference import Load
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             stride=stride,
             begin=begin,
             reference=reference,
-            on_tokens=counted(progress, "compiling", "{} of {} tokens"),
+            on_tokens=count_report(progress, "compiling", "{} of {} tokens"),
         )
     values: dict[str, Any] = {
         "model": name,

@@ -161,7 +161,7 @@ class Countdown(_Shown):
         write(f"{text}{rest}", self._start)
 
 
-def counted(progress: Countdown, start: str, text: str) -> Callable[[int, int], None]:
+def count_report(progress: Countdown, start: str, text: str) -> Callable[[int, int], None]:
     """Shows how far work is, at most every two seconds.
 
     Args:

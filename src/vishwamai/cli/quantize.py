@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli import evaluate, model, output
 from vishwamai.cli.function import CommandError
-from vishwamai.cli.progress import Countdown, counted
+from vishwamai.cli.progress import Countdown, count_report
 
 if TYPE_CHECKING:
     from vishwamai.models.importance import Place
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.output,
             arguments.format,
             weights,
-            counted(progress, "rounding weights", "rounding weights, {} of {}"),
+            count_report(progress, "rounding weights", "rounding weights, {} of {}"),
         )
     shared = "a scale for each output" if form.group_size is None else f"a scale for {form.group_size} inputs"
     print(f"{arguments.output}: {arguments.format}, {shared}")
@@ -92,5 +92,5 @@ def _importance(arguments: argparse.Namespace, text: str, progress: Countdown) -
     length = min(_ROW, plain.config.max_positions)
     rows = [ids[start : start + length] for start in range(0, len(ids), length)]
     return importance(
-        plain, rows, counted(progress, "computing the calibration text", "computing the calibration text, {} of {}")
+        plain, rows, count_report(progress, "computing the calibration text", "computing the calibration text, {} of {}")
     )
