@@ -91,6 +91,5 @@ def _importance(arguments: argparse.Namespace, text: str, progress: Countdown) -
     plain = from_pretrained(arguments.directory, dtype="float32")
     length = min(_ROW, plain.config.max_positions)
     rows = [ids[start : start + length] for start in range(0, len(ids), length)]
-    return importance(
-        plain, rows, count_report(progress, "computing the calibration text", "computing the calibration text, {} of {}")
-    )
+    activity = "computing the calibration text"
+    return importance(plain, rows, count_report(progress, activity, activity + ", {} of {}"))
