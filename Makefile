@@ -73,7 +73,8 @@ test-on-gpu: $(VENV)/.dev ## the same contract by compiled kernels on this machi
 # The newest Python and the newest jax, flax, optax, orbax, grain and libtpu, in an environment of its own: neither torch
 # (its wheels for these Pythons bring CUDA) nor the native module, which `make first-hour` tries there.
 NEWEST_TESTS ?= core_choice core_gradient core_dropout config observe rope contract transforms sharding parallel_mesh nnx \
-  models_sharding models_packed_files inference_sampling inference_drafting server training_config training_data \
+  models_sharding models_packed_files inference_sampling inference_drafting inference_scheduler inference_states \
+  training_config training_data \
   training_adamw training_lora training_mesh
 NEWEST_VENV ?= build/newest
 test-newest: tools/newest_python.py ## the core, models, serving and training with the newest Python of this machine (3.14, 3.13 or 3.12) and the newest jax
@@ -92,7 +93,7 @@ triton-newest: $(VENV)/.dev ## compile the Triton kernels with the newest releas
 	PYTHONPATH="build/triton-newest:src" TRITON_CACHE_DIR=build/triton-newest-cache JAX_PLATFORMS=cpu $(PY) tools/triton_newest.py $(NEWEST)
 
 # MINUTES=20, for this and for `sanitize`: as many tests, of every kind, as can be begun in that time, and how many were not.
-LIMITED = $(if $(MINUTES),--minutes $(MINUTES) -rs)
+LIMITED = $(if $(MINUTES),--minutes $(MINUTES) -rsfE)
 test-long: $(VENV)/.world ## the long tests and all that rotate; MINUTES=20 begins none after that time, and says how many were left out
 	$(PY) -m pytest $(WORKERS) -m "(long or rotating) and not soak" $(LIMITED) tests
 

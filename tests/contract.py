@@ -171,7 +171,7 @@ def simulated_tpu(**params: Any) -> Iterator[None]:
     finally:
         simulator.RaceDetectionState = original  # type: ignore[misc]
     assert races, "no kernel ran in the simulator"
-    assert not any(state.races_found for state in races)
+    assert not any(state.races_found for state in races), "a kernel races: races_found"
 
 
 @contextlib.contextmanager
