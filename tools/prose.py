@@ -1,6 +1,6 @@
 """Holds the pages to plain English: short sentences, and none of the words that CONTRIBUTING.md's word list declines.
 
-The median sentence of a page has at most 20 words. Tables, code blocks, formulas and headings are not counted. The word
+The median sentence of a page has at most 20 words, and a user's page has no dates. Tables, code blocks, formulas and headings are not counted. The word
 list is the table under "## Words" of CONTRIBUTING.md: a word in code font (`words`) is declined as code only, any other
 one everywhere outside code. Exit status 1 when a page breaks a rule; each error names the file, the line and the fix.
 """
@@ -20,6 +20,7 @@ LINES = 200
 GENERATED = ("docs/support.md",)  # a table of every implementation, which may be longer than a page
 
 FENCE = re.compile(r"^\s*(```|~~~)")
+DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 TEXT = re.compile(r"[^\W_]")  # a token with a letter or a digit counts as a word
 END = re.compile(r"[.!?][)\"'*_]*\s+(?=[A-Z0-9`*\"'(\[$])")
 
@@ -131,6 +132,9 @@ def errors(name: str, page: str, words: list[Declined]) -> Iterator[str]:
                 )
     if name.startswith(RECORD):
         return
+    for number, line in prose(page):
+        if name.startswith("docs/") and (date := DATE.search(line)):
+            yield f"{name}:{number}: {date[0]} is a date; write it in {RECORD}dates.md, and here the versions that were used"
     count = len(page.splitlines())
     if name.startswith("docs/") and name not in GENERATED and count > LINES:
         yield f"{name}:{LINES}: the page has {count} lines, and may have {LINES}; split it, or move records to {RECORD}"
