@@ -1,8 +1,8 @@
 """Holds the pages to plain English: short sentences, and none of the words that CONTRIBUTING.md's word list declines.
 
-The median sentence of a page has at most 20 words, and a user's page has no dates. Tables, code blocks, formulas and headings are not counted. The word
-list is the table under "## Words" of CONTRIBUTING.md: a word in code font (`words`) is declined as code only, any other
-one everywhere outside code. Exit status 1 when a page breaks a rule; each error names the file, the line and the fix.
+The median sentence of a page has at most 20 words. Tables, code blocks, formulas and headings are not counted. A page
+for users has no dates. The word list is the table under "## Words" of CONTRIBUTING.md: a word in code font (`words`) is
+declined as code only, any other one everywhere outside code. Exit status 1 when a page breaks a rule; each error names the file, the line and the fix.
 """
 
 import re
@@ -134,7 +134,7 @@ def errors(name: str, page: str, words: list[Declined]) -> Iterator[str]:
         return
     for number, line in prose(page):
         if name.startswith("docs/") and (date := DATE.search(line)):
-            yield f"{name}:{number}: {date[0]} is a date; write it in {RECORD}dates.md, and here the versions that were used"
+            yield f"{name}:{number}: {date[0]} is a date; write it in {RECORD}dates.md, and here the versions"
     count = len(page.splitlines())
     if name.startswith("docs/") and name not in GENERATED and count > LINES:
         yield f"{name}:{LINES}: the page has {count} lines, and may have {LINES}; split it, or move records to {RECORD}"
