@@ -2,7 +2,8 @@
 
 The median sentence of a page has at most 20 words. Tables, code blocks, formulas and headings are not counted. A page
 for users has no dates. The word list is the table under "## Words" of CONTRIBUTING.md: a word in code font (`words`) is
-declined as code only, any other one everywhere outside code. Exit status 1 when a page breaks a rule; each error names the file, the line and the fix.
+declined as code only, any other one everywhere outside code. Exit status 1 when a page breaks a rule; each error names
+the file, the line and the fix.
 """
 
 import re
