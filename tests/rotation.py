@@ -56,6 +56,17 @@ def in_turn(n: int, given: Iterable[Any]) -> list[Any]:
     ]
 
 
+def spans(few: int, many: int, size: int = 25) -> list[Any]:
+    """Ranges of seeds: that of the first few, which runs by default, and those of all many, `size` at a time, which are
+    long: one test of a thousand programs would outlast the limit of a test.
+    """
+    longs = (range(start, min(start + size, many)) for start in range(0, many, size))
+    return [
+        pytest.param(range(few), id="few"),
+        *(pytest.param(one, id=f"from {one.start}", marks=pytest.mark.long) for one in longs),
+    ]
+
+
 def drawn(grid: Sequence[tuple[Any, ...]], n: int, count: int | None = None) -> list[Any]:
     """Combinations of another project's grid, all or `count` (the same in every run), of which one in n runs by
     default.

@@ -11,6 +11,7 @@ import pytest
 
 import contract
 import draws
+import rotation
 from vishwamai import ShapeError, explain, gated_delta_rule, linear_attention, state_space
 from vishwamai.ops.catalogue import operations
 from vishwamai.ops.delta.tpu import DeltaConfig
@@ -19,10 +20,10 @@ IMPLEMENTATIONS = {impl.name: impl for impl in operations()["gated_delta_rule"].
 
 
 @pytest.mark.turns(6)
-@pytest.mark.parametrize("count", [3, pytest.param(1000, marks=pytest.mark.long)])
-def test_random_calls(count):
+@pytest.mark.parametrize("seeds", rotation.spans(3, 1000))
+def test_random_calls(seeds):
     """Values, states and gradients of any legal call, by chunks, are those of the float64 recurrence."""
-    for seed in range(count):
+    for seed in seeds:
         case = draws.draw_case("gated_delta_rule", random.Random(seed).choice, 130)
         got = contract.evaluate(case, IMPLEMENTATIONS["xla_chunked"])
         contract.check_all(got, contract.truth(case), contract.by_reference(case), unit=2.0**-20)
