@@ -351,6 +351,56 @@ TINY: dict[str, Peer] = {
             "topk_group": 2,
         },
     ),
+    "falcon_h1": Peer(
+        "FalconH1",
+        {
+            "attention_in_multiplier": 0.8,
+            "attention_out_multiplier": 0.6,
+            "embedding_multiplier": 1.5,
+            "key_multiplier": 0.7,
+            "lm_head_multiplier": 0.3,
+            "mamba_d_conv": 3,
+            "mamba_d_ssm": 96,
+            "mamba_d_state": 12,
+            "mamba_n_groups": 2,
+            "mamba_n_heads": 8,
+            "mlp_multipliers": [0.8, 1.3],
+            "ssm_in_multiplier": 1.2,
+            "ssm_multipliers": [0.9, 0.8, 1.2, 1.1, 0.7],
+            "ssm_out_multiplier": 1.4,
+        },
+    ),
+    "falcon_h1, norms": Peer(
+        "FalconH1", {"mamba_d_ssm": None, "mamba_d_state": 12, "mamba_n_heads": 8, "mamba_rms_norm": True}
+    ),
+    "mamba": Peer("Mamba", {"conv_kernel": 3, "state_size": 12, "use_bias": True}),
+    "falcon_mamba": Peer("FalconMamba", {"state_size": 12, "time_step_rank": 6, "tie_word_embeddings": False}),
+    "jamba": Peer(
+        "Jamba",
+        {
+            "attn_layer_offset": 1,
+            "attn_layer_period": 3,
+            "mamba_d_conv": 3,
+            "mamba_d_state": 12,
+            "num_experts": 4,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "minimax": Peer(
+        "MiniMax",
+        {
+            **MIXTURE,
+            "full_attn_alpha_factor": 1.5,
+            "full_attn_beta_factor": 0.7,
+            "head_dim": 24,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_attn_alpha_factor": 1.2,
+            "linear_attn_beta_factor": 0.8,
+            "mlp_alpha_factor": 1.3,
+            "mlp_beta_factor": 0.9,
+            "num_hidden_layers": 3,
+        },
+    ),
     "lfm2_moe": Peer(
         "Lfm2Moe",
         {

@@ -48,7 +48,7 @@ def positive_state_space(
     **how: Any,
 ) -> Any:
     dt = _softplus(step)
-    decay = -dt * jnp.exp(rate)[:, None]
+    decay = -dt * jnp.exp(rate)[:, None] if rate.ndim == 1 else -dt[..., None] * jnp.exp(rate)[:, None]
     y, state = _recurrence(C, B, x, decay, dt, correction=False, scale=1.0, return_state=True, **how)
     y = y if D is None else y + x * D[:, None, None]
     return (y, state) if return_state else y

@@ -103,6 +103,22 @@ def tight_request(engine: Engine, prompt: list[int]) -> Any:
     return request
 
 
+def test_a_system_prompt_is_computed_once(engine: Engine) -> None:
+    from vishwamai.inference.requests import Request
+
+    cached, system = [], TOKENS[4][:22]
+    for user in range(2):
+        ends: list[int] = []
+        request = Request(
+            (*system, *TOKENS[user][:9]), greedy(4), lambda delta, ends=ends: ends.append(delta.cached), shared=22
+        )
+        engine.submit(request)
+        while not request.branches or not request.branches[0].stream.finished:
+            engine.step()
+        cached.append(ends[-1])
+    assert cached == [0, 20]
+
+
 def test_answers_of_one_prompt_share_its_states(engine: Engine) -> None:
     """Three answers of a prompt: it is computed once, to its last full page."""
     before = engine.statistics.computed_tokens

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from vishwamai import UnsupportedError
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.pages import PagePool
 from vishwamai.inference.scheduler import Plan, Scheduler, Stream
+from vishwamai.inference.server.jobs import shared_beginning
 
 LIMITS = Limits(max_sequences=3, max_tokens=12, max_length=64, page_size=4, state_pages=3)
 
@@ -52,10 +54,12 @@ def answer(prompt: list[int]) -> int:
     return (7 * sum(prompt) + len(prompt)) % 11
 
 
-def run(device: Device, prompts: list[list[int]], new: int, cancels: random.Random | None = None) -> list[list[int]]:
+def run(
+    device: Device, prompts: list[list[int]], new: int, cancels: random.Random | None = None, shared: int = 0
+) -> list[list[int]]:
     """Texts of prompts with their answers; tokens are read a step after they were drawn, as the engine does."""
     plans = device.scheduler
-    streams = [Stream(list(prompt), len(prompt) + new, plans.rank(0.0)) for prompt in prompts]
+    streams = [Stream(list(prompt), len(prompt) + new, plans.rank(0.0), shared=shared) for prompt in prompts]
     for stream in streams:
         device.texts[stream] = list(stream.tokens)
         plans.add(stream)
@@ -102,6 +106,37 @@ def test_conversations_with_one_system_prompt_compute_it_twice() -> None:
         run(device, [[*system, *[user] * 6]], 6)
         cached.append(23 + 6 - (device.computed - before))
     assert cached[0] <= cached[1] <= 1 + 12 and {cached[2], cached[3]} <= {16, 17}
+
+
+@pytest.mark.parametrize("shared", [16, 17, 19])
+def test_a_system_prompt_whose_length_is_known_is_computed_once(shared: int) -> None:
+    """The first conversation keeps the states after its last full page: the second goes on from there."""
+    device, system, cached = Device(scheduler()), list(range(17)), []
+    for user in range(20, 24):
+        before = device.computed
+        run(device, [[*system, *[user] * 6]], 6, shared=shared)
+        cached.append(23 + 6 - (device.computed - before))
+    assert cached[0] <= 1 and set(cached[1:]) <= {16, 17}
+
+
+def test_chats_share_what_their_first_user_does_not_change() -> None:
+    def tokens(messages: list[Any]) -> list[int]:
+        if messages[0]["role"] == "tool":
+            raise UnsupportedError("the template begins with a user or a system message.")
+        return [ord(letter) for message in messages for letter in f"<{message['role']}>{message['content']}"]
+
+    user = {"role": "user", "content": "+1?"}
+    for messages, expected in (
+        (
+            [{"role": "system", "content": "Be brief."}, user, {"role": "assistant", "content": "2"}, user],
+            "<system>Be brief.<user>",
+        ),
+        ([{"role": "developer", "content": "Be brief."}, {**user, "content": "+"}], "<developer>Be brief.<user>"),
+        ([user], "<user>"),
+        ([{"role": "tool", "content": "3"}], ""),
+    ):
+        prompt = tokens(messages) if expected else []
+        assert prompt[: shared_beginning(tokens, messages, prompt)] == [ord(letter) for letter in expected]
 
 
 def test_states_of_long_prompts_are_kept_every_few_pages() -> None:

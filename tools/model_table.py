@@ -18,8 +18,11 @@ from pathlib import Path
 from vishwamai import ShapeError, UnsupportedError
 from vishwamai.models import ModelConfig
 from vishwamai.models.families import FAMILIES, Family
+from vishwamai.models.layers.attention_and_mamba import AttentionAndMamba
 from vishwamai.models.layers.feed_forward import Ungated
 from vishwamai.models.layers.gated_delta import GatedDelta
+from vishwamai.models.layers.lightning import Lightning
+from vishwamai.models.layers.mamba1 import Mamba1
 from vishwamai.models.layers.mamba2 import Mamba2
 from vishwamai.models.layers.mixture import GatedAndMixture
 from vishwamai.models.layers.short_conv import ShortConv
@@ -42,7 +45,9 @@ def layers(family: Family) -> list[str]:
     words = {
         "latent attention": "latent.kv_rank" in fields,
         "short convolutions": ShortConv in family.mixers.values(),
-        "state spaces": Mamba2 in family.mixers.values(),
+        "state spaces": any(issubclass(mixer, (Mamba1, Mamba2)) for mixer in family.mixers.values()),
+        "attention and a state space in one layer": AttentionAndMamba in family.mixers.values(),
+        "lightning attention": Lightning in family.mixers.values(),
         "gated delta nets": any(issubclass(mixer, GatedDelta) for mixer in family.mixers.values()),
         "a gate of attention's output": "output_gate" in fields,
         "a gate of attention's output of its own": "attention_gate" in fields,
@@ -53,7 +58,7 @@ def layers(family: Family) -> list[str]:
         "ALiBi": "alibi" in fields,
         "layers without rotation": "no_rope_layers" in reads or (not family.global_rope and rotates),
         "rotation by kind of layer": family.local_theta is not None,
-        "sizes of heads by kind of layer": any(field.startswith("full_attention.") for field in fields),
+        "sizes of heads by kind of layer": bool(fields & {"full_attention.num_kv_heads", "full_attention.head_dim"}),
         "partial rotation": family.partial is not None,
         "neighbouring features rotate": family.fields.get("rope_interleaved", False),
         "queries scaled by position": bool(reads & {"attn_temperature_tuning", "llama_4_scaling_beta"}),
@@ -67,7 +72,7 @@ def layers(family: Family) -> list[str]:
         "soft-caps": "final_logit_softcap" in fields,
         "sinks": bool(fields & {"sinks", "sliding_attention.sinks"}),
         "a bias of the head": "head_bias" in fields,
-        "multipliers": "residual_multiplier" in fields,
+        "multipliers": bool(fields & {"residual_multiplier", "mlp_multipliers", "mlp_stream_scale"}),
         "experts": "experts.count" in fields,
         "groups of experts": "experts.num_groups" in fields,
         "shared experts": bool(fields & {"experts.shared", "experts.shared_size"}),

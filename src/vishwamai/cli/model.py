@@ -87,6 +87,12 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
         help="share the pages of prompts that begin alike (yes)",
     )
     parser.add_argument(
+        "--num-states",
+        type=int,
+        metavar="N",
+        help="states of sequences that run and of prefixes, in models whose layers have them (3 for each sequence)",
+    )
+    parser.add_argument(
         "--compile",
         choices=("ahead", "lazy"),
         default="ahead",
@@ -216,6 +222,7 @@ def plan(arguments: argparse.Namespace, adapters: AdapterSizes | None = None) ->
         keep_packed=arguments.keep_packed,
         mixed_tokens=arguments.mixed_tokens,
         mesh=arguments.mesh,
+        num_states=arguments.num_states,
         optimization=keys,
     )
     say_optimization(keys, "serving", jax.device_count())

@@ -73,6 +73,7 @@ class EngineCore:
         writer = Writer(request.options, self.end_tokens, detokenizer, choice)
         matcher = None if request.grammar is None else request.grammar.matcher()
         stream = Stream(list(request.prompt), length, self.scheduler.rank(now, request.priority))
+        stream.shared = request.shared
         if request.adapter is not None:
             stream.root = request.adapter.root
         stream.deadline = now + (np.inf if request.deadline is None else request.deadline)

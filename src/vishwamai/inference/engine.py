@@ -293,6 +293,7 @@ class Engine:
         grammar: Any = None,
         keep_special: Collection[int] = (),
         adapter: str | None = None,
+        shared: int = 0,
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of a request as they come; `start` must have been called. A caller that leaves cancels it.
 
@@ -305,6 +306,8 @@ class Engine:
           grammar: `guided.Grammar` that the answers match, or None.
           keep_special: special tokens that are part of the answers' texts all the same.
           adapter: the name of one that is loaded; None: the model alone.
+          shared: number of tokens with which other prompts are expected to begin, too, such as those of a system
+            message; models with states keep the states after them for those prompts.
         """
         if self._thread is None:
             raise ShapeError("Engine: the loop does not run; call `start()` before `stream`.")
@@ -322,7 +325,14 @@ class Engine:
             many = [prompts]
         requests = [
             Request(
-                self.encode(prompt), options, partial(sink, i), priority, deadline, grammar, frozenset(keep_special)
+                self.encode(prompt),
+                options,
+                partial(sink, i),
+                priority,
+                deadline,
+                grammar,
+                frozenset(keep_special),
+                shared=shared,
             )
             for i, prompt in enumerate(many)
         ]

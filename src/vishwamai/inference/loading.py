@@ -227,6 +227,7 @@ def plan_load(
     prefix_cache: bool = True,
     keep_packed: bool = False,
     adapters: AdapterSizes | None = None,
+    num_states: int | None = None,
 ) -> Load:
     """What loading a Hugging Face directory takes; reads its headers only.
 
@@ -248,6 +249,8 @@ def plan_load(
         them where they were kept before: the next start reads, rounds and packs nothing.
       mesh: split the model over the first devices, "tensor=2" or "expert=4,tensor=2"; None: one device.
       adapters: places for adapters; their bytes count as weights.
+      num_states: slots of states, in a model whose layers have them; None: three for each of `max_sequences`, or fewer
+        where those take more than a quarter of what the weights leave.
       optimization: the dict of `vishwamai.performance.explain_optimization`: `use_fp8` and `kv_cache_fp8` set
         `quantize` and `kv_dtype`, `use_pjit` splits over all devices by the axis tensor.
 
@@ -312,10 +315,15 @@ def plan_load(
     most = max_sequences * limits.pages_per_sequence
     fixed = weights + step + ring + draft_ring + (0 if draft is None else draft.weights)
     # Kept states get a quarter of what is left, where that is less than their number would take.
-    of_sequence, num_states = copies * state_bytes(config), default_states(config, max_sequences, prefix_cache)
-    if budget is not None and num_states:
-        num_states = min(num_states, max(max_sequences, (budget - fixed) // (4 * of_sequence)))
-    fixed += num_states * of_sequence
+    of_sequence, states = copies * state_bytes(config), default_states(config, max_sequences, prefix_cache)
+    if num_states is not None:
+        if num_states < 1 or not states:
+            reason = "pass at least 1, the states of one sequence" if states else "the model's layers have none"
+            raise ShapeError(f"num_states is {num_states}; {reason}.")
+        states = num_states
+    elif budget is not None and states:
+        states = min(states, max(max_sequences, (budget - fixed) // (4 * of_sequence)))
+    fixed += states * of_sequence
     growing = page + draft_page
     left = most if budget is None else (budget - fixed) // max(growing, 1)
     pages = min(most, left)
@@ -343,8 +351,8 @@ def plan_load(
         keep_packed,
         memory,
         adapters,
-        num_states,
-        num_states * of_sequence,
+        states,
+        states * of_sequence,
     )
     if pages < limits.pages_per_sequence:
         least = fixed + limits.pages_per_sequence * growing

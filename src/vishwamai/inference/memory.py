@@ -16,7 +16,7 @@ from vishwamai.core.quantized.packed_qtensor import has_kernel
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.mesh import logical_rules, pool_sharding
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.pages import has_states, page_shapes, window_rings
+from vishwamai.models.pages import has_states, page_shapes, pages_of, window_rings
 from vishwamai.models.parameters import Parameter, parameter_path, top_parameters
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ def page_bytes(
         return math.prod(shape.shape if mesh is None else pool_sharding(config, mesh).shard_shape(shape.shape))
 
     sizes: dict[str, Any] = {"num_pages": num_pages, "page_size": page_size, "window_pages": window_pages}
-    shapes = page_shapes(config, dtype=dtype, stacked=False, num_states=1, **sizes)
-    return sum(elements(shape) * shape.dtype.itemsize for shape in shapes if not isinstance(shape, dict))
+    shapes = map(pages_of, page_shapes(config, dtype=dtype, stacked=False, num_states=1, **sizes))
+    return sum(elements(shape) * shape.dtype.itemsize for shape in shapes if shape is not None)
 
 
 def state_bytes(config: ModelConfig) -> int:

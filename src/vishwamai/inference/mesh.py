@@ -20,7 +20,7 @@ from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.pages import QuantizedPages
+from vishwamai.models.pages import MixedPool, QuantizedPages
 from vishwamai.models.parameters import LOGICAL_NAMES, split_units
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ def place_pool(config: ModelConfig, pool: Any, mesh: Mesh | None) -> Any:
         return pool
     if isinstance(pool, dict):
         return replicated(pool, mesh)
+    if isinstance(pool, MixedPool):
+        return MixedPool(place_pool(config, pool.pages, mesh), replicated(pool.states, mesh))
     sharding = pool_sharding(config, mesh)
     if isinstance(pool, QuantizedPages):
         scales = NamedSharding(mesh, PartitionSpec(None, sharding.spec[2]))
@@ -164,7 +166,7 @@ def place_pool(config: ModelConfig, pool: Any, mesh: Mesh | None) -> Any:
 
 def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
     """How a pool of pages lies over the mesh: split by kv heads, or on each device where a row serves all heads."""
-    paged = [kind.mixer for kind in dict.fromkeys(config.layers) if not kind.mixer.state(config)]
+    paged = [kind.mixer for kind in dict.fromkeys(config.layers) if kind.mixer.has_pages(config)]
     by_head = all(len(mixer.page_row(config)) > 1 for mixer in paged)
     heads = TENSOR if by_head and TENSOR in mesh.shape else None
     return NamedSharding(mesh, PartitionSpec(None, None, heads))

@@ -19,7 +19,7 @@ from vishwamai.core.errors import UnsupportedError
 from vishwamai.inference import kept_programs
 from vishwamai.inference.mesh import gathered, on_mesh, place_pool
 from vishwamai.models.minilm import sentences
-from vishwamai.models.pages import PagedBatch, QuantizedPages, page_shapes
+from vishwamai.models.pages import PagedBatch, QuantizedPages, page_shapes, pages_of, with_pages
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -95,7 +95,9 @@ def make_pools(
     factor = _MARGIN[dtype.name] / most
     scales = jax.tree.map(lambda array: jnp.where(array > 0, factor * array, 1.0), largest)
     return tuple(
-        pool if pair is None else place_pool(model.config, QuantizedPages(pool, *pair), mesh)
+        pool
+        if pair is None
+        else place_pool(model.config, with_pages(pool, QuantizedPages(pages_of(pool), *pair)), mesh)
         for pool, pair in zip(pools, scales)
     )
 
@@ -150,7 +152,8 @@ def _largest(
     batch = PagedBatch(kv_lens, table, ends, count, states=jnp.zeros((2, 1), jnp.int32))
 
     def of(pool: Any) -> tuple[jax.Array, jax.Array] | None:
-        if isinstance(pool, dict):
+        pool = pages_of(pool)
+        if pool is None:
             return None
         rows = jnp.abs(pool.astype(jnp.float32)).reshape(pool.shape[0] // pages, -1, *pool.shape[2:])
         if rows.ndim == 3:  # latent rows, which are key and value at once

@@ -31,7 +31,9 @@ class Branch:
 class Request:
     """A prompt, what is wanted, and who is told: `sink` is called with every delta, on the engine's thread.
 
-    `keep_special` are special tokens that the answer's text has, which it has not otherwise.
+    `keep_special` are special tokens that the answer's text has, which it has not otherwise. `shared` is the number of
+    tokens with which other prompts are expected to begin, such as those of a system message: models with states keep
+    the states after them.
     """
 
     prompt: tuple[int, ...]
@@ -42,6 +44,7 @@ class Request:
     grammar: Any = None  # see `guided.Grammar`
     keep_special: frozenset[int] = frozenset()
     adapter: Adapter | None = None
+    shared: int = 0
     branches: list[Branch] = dataclasses.field(default_factory=list)
 
 

@@ -33,6 +33,7 @@ class Stream:
       rank: its place in the order; `Scheduler.rank` makes it.
       deadline: when it ends unfinished, in the seconds of `schedule(now)`.
       synchronous: its next step needs the values of the last one's tokens (a grammar, or drafts).
+      shared: tokens of the prompt with which other prompts are expected to begin, such as a system message.
       root: bytes before the digests of its pages; streams of another root do not share them.
       leader: a stream of the same prompt and an earlier rank; while that one computes the prompt, this one waits, and
         then shares its pages.
@@ -45,6 +46,7 @@ class Stream:
     synchronous: bool = False
     leader: Stream | None = None
     root: bytes = ROOT
+    shared: int = 0
     prompt_length: int = dataclasses.field(init=False)
     slot: int | None = None  # its row in the device's history of tokens; None while it waits
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -282,7 +284,8 @@ class Scheduler:
                 break
             self.waiting.remove(stream)
             if self.states is not None:
-                stream.marks = self.states.marks(stream.digests, len(stream.tokens), len(digests), self.limits)
+                length, known = len(stream.tokens), len(digests)
+                stream.marks = self.states.marks(stream.digests, length, known, self.limits, stream.shared)
                 stream.state = self.states.share(digests)
             stream.pages, stream.spans = self.pool.share(digests), self.windows.share(digests)
             stream.computed = len(stream.pages) * self.limits.page_size

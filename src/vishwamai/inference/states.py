@@ -59,21 +59,26 @@ class StatePool:
         """How many leading pages of a prefix, at most `most`, end with a kept state."""
         return next((count for count in range(most, 0, -1) if self._slots.knows(digests[count - 1])), 0)
 
-    def marks(self, digests: Sequence[bytes], length: int, cached: int, limits: Limits) -> tuple[int, ...]:
+    def marks(
+        self, digests: Sequence[bytes], length: int, cached: int, limits: Limits, shared: int = 0
+    ) -> tuple[int, ...]:
         """Lengths of a prompt, in rising order, after which its states are to be kept: its last full page, for the next
-        turn of the conversation; the page up to which an earlier prompt is the same, for the next one that begins so;
-        and every `limits.state_pages` pages.
+        turn of the conversation; the last full page of its shared beginning; the page up to which an earlier prompt is
+        the same, for the next one that begins so; and every `limits.state_pages` pages.
 
         Args:
           digests: digests of the full pages of the prompt.
           length: tokens of the prompt.
           cached: pages of the prompt that are computed.
+          limits: sizes of pages.
+          shared: tokens with which other prompts are expected to begin.
         """
         if not self._pages.shared:
             return ()
         last = (length - 1) // limits.page_size
         common = len(self._pages.cached(digests[:last]))
-        counts = {last, common, *range(limits.state_pages, last, limits.state_pages)}
+        counts = {last, common, min(shared // limits.page_size, last)}
+        counts |= {*range(limits.state_pages, last, limits.state_pages)}
         return tuple(limits.page_size * count for count in sorted(counts) if count > cached)
 
     def share(self, digests: Sequence[bytes]) -> int | None:

@@ -30,6 +30,11 @@ def in_dtype(weight: Any, dtype: Any) -> Any:
     return weight.astype(dtype) if isinstance(weight, jax.Array) else weight
 
 
+def times(x: Any, factor: float) -> Any:
+    """`factor * x` in the dtype of `x`."""
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
+
+
 def norm(config: ModelConfig, x: Any, scale: Any, residual: Any = None, bias: Any = None) -> Any:
     """The family's norm over the last axis.
 

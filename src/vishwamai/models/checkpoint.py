@@ -250,8 +250,11 @@ def _check_constants(config: ModelConfig, index: Index) -> set[str]:
     return set(constants)
 
 
-_BUFFERS = (*("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),)
-"""Ends of the names of constants in older files: frequencies, and masks of the causal order."""
+_BUFFERS = (
+    *("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
+    *(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),
+)
+"""Ends of the names of constants in files: frequencies, masks of the causal order, and rates of decay."""
 
 
 def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[str]) -> None:

@@ -54,7 +54,8 @@ class ModelConfig:
     Attributes:
       family: the `model_type` of Hugging Face, a key of `families.FAMILIES`.
       norms: where the blocks normalize: "pre" (their input), "post" (their output) or "both"; with "parallel" both
-        blocks read the stream, each with a norm of its own, and with "shared" after one norm.
+        blocks read the stream, each with a norm of its own, and with "shared" after one norm; with "stream" the
+        normalized input is the stream from there on (MiniMax).
       layer_norm: norms subtract the mean (`vishwamai.layer_norm`); False for `vishwamai.rms_norm`.
       norm_scale, norm_bias: norms of the stream have scales; layer norms have biases.
       norm_offset: scales of norms are stored minus one (Gemma).
@@ -64,6 +65,9 @@ class ModelConfig:
       attention_bias: the products that make queries, keys and values have biases.
       output_bias: attention's last product has one; None for the same as `attention_bias`.
       mlp_bias: the products of the feed-forward network have biases.
+      mlp_multipliers: factors of a gated unit's gate and of its output (Falcon-H1).
+      mlp_stream_scale, mlp_block_scale: with norms "stream", factors of the stream and of the feed-forward network's
+        output.
       query_scalar: attention's logits are divided by its root; None for that of `head_dim`.
       attention_softcap, final_logit_softcap: bounds of attention's logits and of the model's; None for none.
       scale_embeddings: embeddings are multiplied by the root of `hidden_size` (Gemma).
@@ -82,7 +86,7 @@ class ModelConfig:
       initializer_range: standard deviation of random weights.
       layers: the kind of every layer.
       value_dim: features of a head's value; None for `head_dim`.
-      value_scale: factor of values.
+      key_scale, value_scale: factors of keys and values.
       attention_gate: attention's output is multiplied by the sigmoid of a product of the layer's input (AFMoE).
       value_norm: values are normalized by head, without a scale (Gemma 4).
       layer_scale: the stream after each layer is multiplied by a number that is not trained (Gemma 4).
@@ -122,6 +126,9 @@ class ModelConfig:
     attention_bias: bool = False
     output_bias: bool | None = None
     mlp_bias: bool = False
+    mlp_multipliers: tuple[float, ...] = (1.0, 1.0)
+    mlp_stream_scale: float = 1.0
+    mlp_block_scale: float = 1.0
     query_scalar: float | None = None
     attention_softcap: float | None = None
     final_logit_softcap: float | None = None
@@ -139,6 +146,7 @@ class ModelConfig:
     embedding_norm: bool = False
     alibi: bool = False
     value_dim: int | None = None
+    key_scale: float = 1.0
     value_scale: float = 1.0
     attention_gate: bool = False
     rope_interleaved: bool = False
@@ -375,7 +383,8 @@ def _kinds(owner: type) -> dict[str, tuple[type, bool]]:
     for name, hint in typing.get_type_hints(owner).items():
         if name in names:
             members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-            kinds[name] = members[0], any(typing.get_origin(member) is tuple for member in members)
+            lists = [typing.get_args(member)[0] for member in members if typing.get_origin(member) is tuple]
+            kinds[name] = lists[0] if len(members) == len(lists) else members[0], bool(lists)
     return kinds
 
 

@@ -19,7 +19,7 @@ from vishwamai.models.config import ModelConfig
 from vishwamai.models.layers.feed_forward import ExpertLoad
 from vishwamai.models.layers.layer import layer
 from vishwamai.models.layers.mixer import Rows, Step
-from vishwamai.models.pages import PagedBatch
+from vishwamai.models.pages import PagedBatch, first_entry
 from vishwamai.models.parameters import Parameter, parameter_axes, top_parameters
 from vishwamai.models.periods import Segment, segments, stacks_layers
 
@@ -317,9 +317,7 @@ def run_segment(
         states, loads = [], []
         for place, kind in enumerate(segment.kinds):
             pool = None if pools is None else pools[place]
-            first = 0
-            if pool is not None and segment.repeats > 1:
-                first = index * (jax.tree.leaves(pool)[0].shape[0] // segment.repeats)
+            first = 0 if pool is None else first_entry(pool, index, segment.repeats)
             carry, pool, load = layer(config, kind, group[place], carry, tokens, pool, first, token_mask)
             states.append(pool)
             loads.append(load)

@@ -190,6 +190,9 @@ def read_layers(
     if types is None and "attention_chunk_size" in reads:
         blocks = windows["chunked_attention"] is not None
         types = ["chunked_attention" if turns and blocks else "full_attention" for turns in rotated]
+    if "attn_layer_period" in reads:
+        attends = _periodic(values, "attn_layer", count, source)
+        types = ["full_attention" if flag else "linear_attention" for flag in attends]
     if types is None:
         period = values.get("sliding_window_pattern") if "sliding_window_pattern" in reads else None
         period = period or family.window_period
@@ -220,12 +223,13 @@ def read_layers(
                 "make all types 'full_attention'."
             )
     kinds = []
-    for kind, turns, sparse in zip(types, rotated, _mixtures(family, values, count, dense, source)):
+    mixtures = _mixtures(family, values, count, dense, source)
+    for layer, (kind, turns, sparse) in enumerate(zip(types, rotated, mixtures)):
         slides = kind == "sliding_attention"
         rope = ropes.get(kind, ropes["full_attention"])
         if not turns or not (family.global_rope or slides or (family.global_rope is False and window is None)):
             rope = _unrotated(values, reads, rope.theta)
-        mixer = family.mixers[kind].read(sizes.get(kind, {}), windows.get(kind), rope)
+        mixer = family.mixers[kind].read(sizes.get(kind, {}), windows.get(kind), rope).at(layer, count)
         network = family.mixture if sparse else family.feed_forward
         kinds.append(LayerKind(mixer, family.feed_forwards.get(kind, network), family.norms.get(kind)))
     return tuple(kinds)
@@ -263,6 +267,8 @@ def _mixtures(family: Family, values: Mapping[str, Any], count: int, dense: int,
         if not isinstance(numbers, list) or not all(isinstance(i, int) for i in numbers):
             raise ShapeError(f"{source}: `moe_layers` is {numbers!r}; expected a list of the numbers of layers.")
         return [i in numbers for i in range(count)]
+    if "expert_layer_period" in reads:
+        return _periodic(values, "expert_layer", count, source) if dense < count else [False] * count
     if "mlp_layer_types" in reads and (types := values.get("mlp_layer_types")) is not None:
         if not isinstance(types, list) or len(types) != count or set(types) - {"dense", "sparse"}:
             raise ShapeError(f"{source}: `mlp_layer_types` is {types!r}; expected 'dense' or 'sparse' for each layer.")
@@ -276,6 +282,27 @@ def _mixtures(family: Family, values: Mapping[str, Any], count: int, dense: int,
     last = values.get("moe_layer_end_index") if "moe_layer_end_index" in reads else None
     end = count if last in (None, -1) else last + 1
     return [dense <= i < end and i not in skipped and (i + 1) % step == 0 for i in range(count)]
+
+
+def _periodic(values: Mapping[str, Any], key: str, count: int, source: str) -> list[bool]:
+    """For every layer whether it is one of those every `KEY_period` layers from `KEY_offset` on (Jamba)."""
+    period, offset = (values.get(f"{key}_{part}") for part in ("period", "offset"))
+    check_value(f"{key}_period", period, int, source, 1)
+    check_value(f"{key}_offset", offset, int, source, 0)
+    assert period is not None and offset is not None
+    if offset >= period:
+        raise ShapeError(
+            f"{source}: `{key}_offset` is {offset}, but `{key}_period` {period}; expected an offset below the period."
+        )
+    return [i % period == offset for i in range(count)]
+
+
+def _period(flags: Sequence[bool]) -> tuple[int, int]:
+    """The period and the offset of flags, as `_periodic` reads them."""
+    places = [i for i, flag in enumerate(flags) if flag]
+    if len(places) > 1:
+        return places[1] - places[0], places[0]
+    return len(flags) + 1, places[0] if places else len(flags)
 
 
 _STEPS = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")
@@ -344,6 +371,12 @@ def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
         values["attn_temperature_tuning"] = grown is not None
         if grown is not None:
             values |= {"attn_scale": grown.query_growth, "floor_scale": grown.growth_length}
+    for key, flags in (
+        ("attn_layer", [kind == "full_attention" for kind in types]),
+        ("expert_layer", [kind.experts for kind in layers]),
+    ):
+        if f"{key}_period" in reads:
+            values |= dict(zip((f"{key}_period", f"{key}_offset"), _period(flags)))
     if "mlp_only_layers" in reads:
         values["mlp_only_layers"] = [i for i, kind in enumerate(layers) if not kind.experts]
     return values

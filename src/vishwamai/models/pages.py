@@ -79,6 +79,50 @@ class QuantizedPages:
     v_scale: Float[Array, "layers kv_heads"]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixedPool:
+    """The pool of layers with pages and a state; a pytree.
+
+    Attributes:
+      pages: the pool of pages, an array or `QuantizedPages`.
+      states: arrays `[slots, ...]` by the names of `Mixer.state`.
+    """
+
+    pages: Any
+    states: Any
+
+
+def pages_of(pool: Any) -> Any:
+    """The pages of a layer's pool; None where it has states alone."""
+    if isinstance(pool, MixedPool):
+        return pool.pages
+    return None if isinstance(pool, dict) else pool
+
+
+def states_of(pool: Any) -> dict[str, Any] | None:
+    """The states of a layer's pool; None where it has pages alone."""
+    if isinstance(pool, MixedPool):
+        return pool.states
+    return pool if isinstance(pool, dict) else None
+
+
+def with_pages(pool: Any, pages: Any) -> Any:
+    """A layer's pool with `pages` in place of its own; one of states alone as it is."""
+    if isinstance(pool, MixedPool):
+        return dataclasses.replace(pool, pages=pages)
+    return pool if isinstance(pool, dict) else pages
+
+
+def first_entry(pool: Any, index: Any, layers: int) -> Any:
+    """The first entry of layer `index` in a pool of so many layers: `first` of `Mixer.step`, for a `MixedPool` that of
+    its pages and that of its states.
+    """
+    if isinstance(pool, MixedPool):
+        return MixedPool(first_entry(pool.pages, index, layers), first_entry(pool.states, index, layers))
+    return index * (jax.tree.leaves(pool)[0].shape[0] // layers)
+
+
 def window_rings(config: ModelConfig, *, page_size: int, length: int, tokens: int) -> dict[int, int]:
     """The windows whose layers may keep a ring of pages for each sequence, and the pages of the ring.
 
@@ -128,7 +172,8 @@ def page_shapes(
     """Shapes of the pools that `Decoder.step` takes, one for each layer, or for each group of stacked layers.
 
     A group's pool holds `num_pages` of each of its layers; page tables count the pages of one layer. Layers with a
-    state have a dict of float32 arrays of `num_states` slots in place of pages (`Mixer.state`).
+    state have a dict of float32 arrays of `num_states` slots in place of pages (`Mixer.state`), and layers with
+    both a `MixedPool`.
 
     Args:
       num_pages: pages of one layer.
@@ -159,6 +204,7 @@ def page_shapes(
     counts: Mapping[Any, int] = window_pages or {}
 
     def pool(kind: LayerKind, layers: int) -> Any:
+        states = None
         if arrays := kind.mixer.state(config):
             if num_states < 1:
                 raise UnsupportedError(
@@ -166,15 +212,18 @@ def page_shapes(
                     f"sequence, but `num_states` is {num_states}; pass the number of its slots."
                 )
             slots = layers * num_states
-            return {name: jax.ShapeDtypeStruct((slots, *shape), jnp.float32) for name, shape in arrays.items()}
-        pages = layers * counts.get(kind.mixer.window, num_pages)
-        return jax.ShapeDtypeStruct((pages, page_size, *kind.mixer.page_row(config)), stored)
+            states = {name: jax.ShapeDtypeStruct((slots, *shape), jnp.float32) for name, shape in arrays.items()}
+            if not kind.mixer.has_pages(config):
+                return states
+        count = layers * counts.get(kind.mixer.window, num_pages)
+        pages = jax.ShapeDtypeStruct((count, page_size, *kind.mixer.page_row(config)), stored)
+        return pages if states is None else MixedPool(pages, states)
 
     return tuple(pool(kind, segment.repeats) for segment in segments(config, stacked) for kind in segment.kinds)
 
 
 def has_states(config: ModelConfig) -> bool:
-    """Whether any layer has a state in place of pages."""
+    """Whether any layer has a state, in place of pages or next to them."""
     return any(kind.mixer.state(config) for kind in dict.fromkeys(config.layers))
 
 

@@ -20,7 +20,15 @@ from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.sampling import Sampling, all_allowed, empty_rows, sample, set_row
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes
 from vishwamai.models.checkpoint import quantized
-from vishwamai.models.pages import QuantizedPages, has_states, ring_table, scale_heads, window_rings
+from vishwamai.models.pages import (
+    QuantizedPages,
+    has_states,
+    pages_of,
+    ring_table,
+    scale_heads,
+    window_rings,
+    with_pages,
+)
 
 Tree = Any
 
@@ -86,10 +94,12 @@ class Serving:
             return pools
 
         def scaled(pool: Any, layers: Any) -> Any:
-            if isinstance(pool, dict):
+            pages = pages_of(pool)
+            if pages is None:
                 return pool
-            scale: Any = jax.ShapeDtypeStruct((layers.shape[0], scale_heads(pool.shape[2:])), jnp.float32)
-            return QuantizedPages(pool, scale, scale)
+            heads = scale_heads(pages.shape[2:])
+            scale: Any = jax.ShapeDtypeStruct((pages_of(layers).shape[0], heads), jnp.float32)
+            return with_pages(pool, QuantizedPages(pages, scale, scale))
 
         return tuple(map(scaled, pools, shapes(num_pages=1, num_states=1)))
 
@@ -109,8 +119,8 @@ def kv_bytes_per_token(serving: Serving) -> int:
     >>> kv_bytes_per_token(Serving(config, 1, 16))
     256
     """
-    pools = [getattr(pool, "pool", pool) for pool in serving.pages(serving.page_size) if not isinstance(pool, dict)]
-    return size(pools) // serving.page_size
+    pools = [pages_of(pool) for pool in serving.pages(serving.page_size)]
+    return size([getattr(pool, "pool", pool) for pool in pools if pool is not None]) // serving.page_size
 
 
 def size(tree: Tree) -> int:

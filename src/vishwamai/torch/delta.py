@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vishwamai.ops.delta.api import DELTA
-from vishwamai.ops.delta.spec import SIGNATURE, Outputs, check_state_space, describe, with_channels
+from vishwamai.ops.delta.spec import SIGNATURE, Outputs, check_state_space, describe, state_space_decay, with_channels
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
 
@@ -96,7 +96,7 @@ def state_space(
     segment_ids: Tensor | None = None,
     return_state: bool = False,
 ) -> Any:
-    """The selective state space of Mamba2; see `vishwamai.state_space`, whose arguments and results these are.
+    """The selective state space; see `vishwamai.state_space`, whose arguments and results these are.
 
     >>> import torch
     >>> ones = torch.ones(1, 1, 3, 1)
@@ -106,5 +106,5 @@ def state_space(
     name = "state_space"
     check_state_space(x, dt, A, B, C, D, initial_state, segment_ids)
     wide = torch.promote_types(dt.dtype, torch.float32)
-    decay = (dt.to(wide) * A.to(wide)[:, None])[..., None]
+    decay = state_space_decay(dt.to(wide), A.to(wide))
     return _call(x, C, B, decay, dt, D, initial_state, segment_ids, name, 1.0, False, return_state)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
@@ -47,7 +47,7 @@ class Job:
     """A checked request.
 
     Attributes:
-      prompts, priority, deadline, keep_special: arguments of `Engine.stream`.
+      prompts, priority, deadline, keep_special, shared: arguments of `Engine.stream`.
       grammar: grammar of the answer, and the same once it is `compiled`.
       thinking: limits of the reasoning before that.
       barred: words that it must not have.
@@ -75,6 +75,7 @@ class Job:
     adapter: str | None = None
     length_penalty: float | None = None
     compiled: Grammar | Thinking | Barred | None = None
+    shared: int = 0
 
     def with_grammar(self, grammar: Grammar | None) -> Job:
         """The job with all that holds for its answer, around a compiled grammar."""
@@ -85,11 +86,14 @@ class Job:
 
 
 class Chat(NamedTuple):
-    """A conversation as the model reads it: token ids, how its answer is read, and the functions that it offers."""
+    """A conversation as the model reads it: token ids, how its answer is read, the functions that it offers, and the
+    number of tokens that another conversation with the same system message and functions begins with, too.
+    """
 
     ids: tuple[int, ...]
     reader: Reader
     offers: list[dict[str, Any]]
+    shared: int = 0
 
 
 class declined:
@@ -177,7 +181,8 @@ class Jobs:
         prompt = Prompt(self._truncated(body, chat.ids))
         job = self._job(body, "chat", [prompt], grammar, chat.reader)
         forced = choice not in ("auto", "none")
-        return dataclasses.replace(job, thinking=self._thinking(body, chat.reader, grammar is not None, forced))
+        thinking = self._thinking(body, chat.reader, grammar is not None, forced)
+        return dataclasses.replace(job, thinking=thinking, shared=chat.shared if prompt.ids == chat.ids else 0)
 
     def _thinking(self, body: schema.Chat, reader: Reader, guided: bool, forced: bool) -> Thinking | None:
         """What holds for the reasoning of an answer, if anything does."""
@@ -224,17 +229,21 @@ class Jobs:
         offered = [
             {"type": "function", "function": {key: offer[key] for key in _OFFERED if key in offer}} for offer in offers
         ]
+
+        def tokens(messages: list[Any]) -> list[int]:
+            if reads:
+                return tokenizer.chat(messages, **values, tools=offered)
+            if offers:
+                return self._described(messages, offered, values)
+            return tokenizer.chat(messages, **values)
+
         with declined("messages"):
             if body.truncate_prompt_tokens is None:
                 self.engine.prompts.check_text(_characters(messages))
-            if reads:
-                prompt = tokenizer.chat(messages, **values, tools=offered)
-            elif offers:
-                prompt = self._described(messages, offered, values)
-            else:
-                prompt = tokenizer.chat(messages, **values)
+            prompt = tokens(messages)
         tail = tokenizer.decode(prompt[-_TAIL:], skip_special=False)
-        return Chat(tuple(prompt), Reader.of(form, thinking, tail, offers), offers)
+        shared = 0 if self.engine.scheduler.states is None else shared_beginning(tokens, messages, prompt)
+        return Chat(tuple(prompt), Reader.of(form, thinking, tail, offers), offers, shared)
 
     def _described(self, messages: list[Any], offered: list[Any], values: Mapping[str, Any]) -> list[int]:
         """A chat for a template that does not read `tools`: the messages offer them."""
@@ -427,3 +436,20 @@ def _current(message: dict[str, Any]) -> dict[str, Any]:
 def once(text: str) -> None:
     """Logs a warning, once."""
     _LOG.warning("%s", text)
+
+
+def shared_beginning(tokens: Callable[[list[Any]], list[int]], messages: Sequence[Any], prompt: Sequence[int]) -> int:
+    """Tokens that a chat begins with whatever its first user says: those of its system message and its functions.
+
+    Args:
+      tokens: function from messages to their tokens.
+      messages: those of the chat.
+      prompt: its tokens.
+    """
+    first = next((i for i, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
+    text = "-" if str(messages[first].get("content")).startswith("+") else "+"
+    try:
+        other = tokens([*messages[:first], {"role": "user", "content": text}])
+    except (ShapeError, UnsupportedError):
+        return 0
+    return next((i for i, (a, b) in enumerate(zip(prompt, other)) if a != b), min(len(prompt), len(other)))

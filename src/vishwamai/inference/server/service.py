@@ -144,6 +144,7 @@ class Service:
                 grammar=job.compiled,
                 keep_special=job.keep_special,
                 adapter=job.adapter,
+                shared=job.shared,
             )
         else:
             stream = beam_deltas(self.engine, job)

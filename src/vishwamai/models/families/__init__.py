@@ -9,13 +9,16 @@ from vishwamai.models.families.conv import CONV
 from vishwamai.models.families.delta import DELTA
 from vishwamai.models.families.dense import DENSE
 from vishwamai.models.families.experts import MIXTURES
+from vishwamai.models.families.falcon_h1 import FALCON_H1
 from vishwamai.models.families.family import IDLE, IGNORED, Family
 from vishwamai.models.families.gemma import GEMMA
 from vishwamai.models.families.kimi import KIMI
 from vishwamai.models.families.latent import LATENT
 from vishwamai.models.families.llama4 import LLAMA4
 from vishwamai.models.families.mamba import MAMBA
+from vishwamai.models.families.minimax import MINIMAX
 from vishwamai.models.families.position import POSITION
+from vishwamai.models.families.selective import SELECTIVE
 from vishwamai.models.families.sparse import SPARSE
 from vishwamai.models.families.ungated import UNGATED
 
@@ -33,6 +36,9 @@ FAMILIES: Mapping[str, Family] = {
     **DELTA,
     **CONV,
     **MAMBA,
+    **SELECTIVE,
+    **FALCON_H1,
+    **MINIMAX,
 }
 
 __all__ = ["FAMILIES", "IDLE", "IGNORED", "Family"]

@@ -24,9 +24,9 @@ from vishwamai.models.layers.mixture import DenseMixture, Mixture
 from vishwamai.models.parameters import PREFIX, Tensor
 from vishwamai.models.values import check_value
 
-_UNBOUNDED = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], [0.0, 1e308], None)
+UNBOUNDED = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], [0.0, 1e308], None)
 _MIXERS = {"full_attention": Attention, "linear_attention": Mamba2}
-_IN_HEADS = {
+IN_HEADS = {
     "mamba_conv_bias": "linear_attention.filter_bias",
     "mamba_d_conv": "linear_attention.width",
     "mamba_d_state": "linear_attention.state_dim",
@@ -35,7 +35,7 @@ _IN_HEADS = {
     "mamba_n_heads": "linear_attention.heads",
     "mamba_proj_bias": "linear_attention.biases",
 }
-_IN_HEADS_DEFAULTS: dict[str, Any] = {
+IN_HEADS_DEFAULTS: dict[str, Any] = {
     "mamba_conv_bias": True,
     "mamba_d_conv": 4,
     "mamba_d_state": 256,
@@ -44,14 +44,14 @@ _IN_HEADS_DEFAULTS: dict[str, Any] = {
     "mamba_n_heads": 128,
     "mamba_proj_bias": False,
 }
-_BACKBONE = "backbone.layers.{layer}."
-_BACKBONE_TENSORS = {
-    **mamba_tensors(_BACKBONE + "mixer."),
-    "attention_norm": Tensor(_BACKBONE + "norm.weight"),
+BACKBONE = "backbone.layers.{layer}."
+BACKBONE_TENSORS = {
+    **mamba_tensors(BACKBONE + "mixer."),
+    "attention_norm": Tensor(BACKBONE + "norm.weight"),
     "embed": Tensor("backbone.embeddings.weight"),
     "norm": Tensor("backbone.norm_f.weight"),
 }
-_TRAINING = ("rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max")
+TRAINING = ("rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max")
 """Keys of initial values and of training."""
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 
@@ -62,7 +62,7 @@ def _check_heads(values: Mapping[str, Any], expand: str, heads: str, dim: str, s
     Raises:
       ShapeError: they do not, or a value has another type than its key.
     """
-    defaults = {**_IN_HEADS_DEFAULTS, "expand": 2, "num_heads": 128, "hidden_size": 4096}
+    defaults = {**IN_HEADS_DEFAULTS, "expand": 2, "num_heads": 128, "hidden_size": 4096}
     sizes = {key: values.get(key, defaults[key]) for key in (expand, heads, "hidden_size")}
     for key, value in sizes.items():
         check_value(key, value, int, source, 1)
@@ -191,9 +191,9 @@ MAMBA: Mapping[str, Family] = {
             "use_conv_bias": True,
             **tokens(0, 2, 1),
         },
-        fixed={"time_step_limit": _UNBOUNDED},
+        fixed={"time_step_limit": UNBOUNDED},
         ignored=(
-            *(*_TRAINING, "time_step_min", "time_step_rank", "chunk_size", "intermediate_size", "num_attention_heads"),
+            *(*TRAINING, "time_step_min", "time_step_rank", "chunk_size", "intermediate_size", "num_attention_heads"),
             *("num_key_value_heads", "max_position_embeddings"),
         ),
         derive=mamba2_values,
@@ -202,20 +202,20 @@ MAMBA: Mapping[str, Family] = {
         global_rope=None,
         mixers={"linear_attention": Mamba2},
         feed_forward=NoFeedForward(),
-        tensors=_BACKBONE_TENSORS,
+        tensors=BACKBONE_TENSORS,
     ),
     "bamba": Family(
         "BambaForCausalLM",
-        {**COMMON, **SILU, **BIASES, **_IN_HEADS, "mlp_bias": "mlp_bias"},
+        {**COMMON, **SILU, **BIASES, **IN_HEADS, "mlp_bias": "mlp_bias"},
         defaults={
-            **_IN_HEADS_DEFAULTS,
+            **IN_HEADS_DEFAULTS,
             "attention_bias": False,
             "mlp_bias": False,
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             **tokens(1, 2, 0),
         },
-        fixed={"time_step_limit": _UNBOUNDED},
+        fixed={"time_step_limit": UNBOUNDED},
         ignored=("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"),
         derive=bamba_values,
         layer_keys=("attn_layer_indices",),
@@ -235,14 +235,14 @@ MAMBA: Mapping[str, Family] = {
             **SILU,
             **BIASES,
             **MULTIPLIERS,
-            **_IN_HEADS,
+            **IN_HEADS,
             "intermediate_size": "experts.inner_size",
             "num_experts_per_tok": "experts.top_k",
             "num_local_experts": "experts.count",
             "shared_intermediate_size": "intermediate_size",
         },
         defaults={
-            **_IN_HEADS_DEFAULTS,
+            **IN_HEADS_DEFAULTS,
             **MULTIPLIER_DEFAULTS,
             "attention_bias": False,
             "intermediate_size": 11008,
@@ -251,7 +251,7 @@ MAMBA: Mapping[str, Family] = {
             "shared_intermediate_size": 1024,
             **tokens(1, 2),
         },
-        fixed={"time_step_limit": _UNBOUNDED, "normalization_function": ("rmsnorm",)},
+        fixed={"time_step_limit": UNBOUNDED, "normalization_function": ("rmsnorm",)},
         ignored=("mamba_chunk_size", "init_method"),
         aliases={"layers_block_type": "layer_types"},
         derive=granite_values,
@@ -323,7 +323,7 @@ MAMBA: Mapping[str, Family] = {
             "tie_word_embeddings": (False,),  # the class has a head of its own in any case
         },
         ignored=(
-            *(*_TRAINING, "time_step_limit", "chunk_size", "expand", "attention_bias", "mamba_proj_bias"),
+            *(*TRAINING, "time_step_limit", "chunk_size", "expand", "attention_bias", "mamba_proj_bias"),
             *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "n_shared_experts"),
             *("mtp_hybrid_override_pattern", "norm_eps", "num_logits_to_keep", "partial_rotary_factor"),
             *("rms_norm_eps", "time_step_rank", "use_mamba_kernels"),
@@ -341,10 +341,10 @@ MAMBA: Mapping[str, Family] = {
         },
         unread=("mtp.",),
         tensors={
-            **_BACKBONE_TENSORS,
-            "mlp_norm": Tensor(_BACKBONE + "norm.weight"),
+            **BACKBONE_TENSORS,
+            "mlp_norm": Tensor(BACKBONE + "norm.weight"),
             **{
-                name: Tensor(_BACKBONE + f"mixer.{module}.weight", True)
+                name: Tensor(BACKBONE + f"mixer.{module}.weight", True)
                 for name, module in (
                     *((name, f"{name[0]}_proj") for name in ("query", "key", "value", "output")),
                     *((name, f"{name}_proj") for name in ("up", "down")),
@@ -355,7 +355,7 @@ MAMBA: Mapping[str, Family] = {
                     ("latent_leave", "fc2_latent_proj"),
                 )
             },
-            "router_correction": Tensor(_BACKBONE + "mixer.gate.e_score_correction_bias"),
+            "router_correction": Tensor(BACKBONE + "mixer.gate.e_score_correction_bias"),
         },
     ),
 }

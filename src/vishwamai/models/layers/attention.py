@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 import vishwamai
 from vishwamai.models.attend import attend_pages, attend_sequences
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import linear, norm
+from vishwamai.models.blocks import linear, norm, times
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_parameter
 from vishwamai.models.rotation import rotated
@@ -150,6 +150,8 @@ class Attention(Mixer):
             y = y.reshape(*x.shape[:-1], y.shape[-1] // dim, dim)
             if name == "key" and self.shared_value:
                 heads["value"] = y
+            if name == "key":
+                y = times(y, config.key_scale)
             if config.qk_norm == "head" and scale is not None:
                 y = norm(config, y, scale)
             elif config.qk_norm == "heads" and scale is not None:
@@ -157,8 +159,7 @@ class Attention(Mixer):
             heads[name] = y
         if config.value_norm:
             heads["value"] = vishwamai.rms_norm(heads["value"], None, eps=config.norm_eps)
-        if config.value_scale != 1.0:
-            heads["value"] = heads["value"] * jnp.asarray(config.value_scale, x.dtype)
+        heads["value"] = times(heads["value"], config.value_scale)
         if config.attention_gate:
             gate = linear(x, arrays["attention_gate"])
             gate = gate.reshape(*x.shape[:-1], -1, self.value_dim(config))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import vishwamai
 from vishwamai.core.activations import activate
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import in_dtype, linear
+from vishwamai.models.blocks import in_dtype, linear, times
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix
 from vishwamai.ops.gated import has_kernel
 
@@ -181,12 +181,13 @@ def gated_unit(config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes, pref
     weights = tuple(in_dtype(arrays[prefix + name], x.dtype) for name in ("gate", "up"))
     biases = tuple(arrays.get(f"{prefix}{name}_bias") for name in GATED)
     plain = all(isinstance(weight, jax.Array) for weight in weights)
-    if biases[0] is not None or not (plain or has_kernel(x, weights, config.activation)):
+    gate_scale, scale = config.mlp_multipliers
+    if biases[0] is not None or gate_scale != 1.0 or not (plain or has_kernel(x, weights, config.activation)):
         gate, up = (linear(x, weight, bias, jnp.float32) for weight, bias in zip(weights, biases))
-        inner = (activate(config.activation, gate) * up).astype(x.dtype)
+        inner = (activate(config.activation, times(gate, gate_scale)) * up).astype(x.dtype)
     else:
         inner = vishwamai.gated_linear_unit(x, weights, config.activation)
-    return linear(inner, arrays[prefix + "down"], axes.once(biases[2]))
+    return times(linear(inner, arrays[prefix + "down"], axes.once(biases[2])), scale)
 
 
 def ungated_unit(config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes, prefix: str = "") -> Any:

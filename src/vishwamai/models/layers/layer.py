@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from vishwamai.models.axes import ONE_DEVICE
-from vishwamai.models.blocks import norm
+from vishwamai.models.blocks import norm, times
 from vishwamai.models.layers.absent import NoFeedForward, NoMixer
 from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.feed_forward import ExpertLoad, FeedForward, Gated
@@ -45,6 +45,7 @@ NORMS: Mapping[str, tuple[str, ...]] = {
     "both": ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
     "parallel": ("attention_norm", "mlp_norm"),
     "shared": ("attention_norm",),
+    "stream": ("attention_norm", "mlp_norm"),
 }
 """Names of a layer's norms, by `ModelConfig.norms`."""
 
@@ -124,6 +125,8 @@ def layer(
         out, load = kind.feed_forward(config, arrays, checkpoint_name(x, "mlp_input"), axes, token_mask)
         return (stream, _leave(config, norms, arrays, "mlp_post_norm", axes.total(out))), pool, load
     x, stream = _enter(config, norms, arrays, "attention_norm", carry)
+    if norms == "stream":
+        stream = times(x, kind.mixer.stream_scale)
     if isinstance(tokens, Rows):
         mixed = kind.mixer(config, arrays, x, tokens)
     else:
@@ -132,15 +135,17 @@ def layer(
         return (stream, _leave(config, norms, arrays, "attention_post_norm", axes.total(mixed))), pool, None
     parallel = norms in ("parallel", "shared")
     if not parallel:
-        mixed = _leave(config, norms, arrays, "attention_post_norm", axes.total(mixed))
+        mixed = times(_leave(config, norms, arrays, "attention_post_norm", axes.total(mixed)), kind.mixer.block_scale)
         x, stream = _enter(config, norms, arrays, "mlp_norm", (stream, mixed))
+        if norms == "stream":
+            stream = times(x, config.mlp_stream_scale)
     elif norms == "parallel":
         x, _ = _enter(config, norms, arrays, "mlp_norm", (stream, None))
     x = checkpoint_name(x, "mlp_input")
     extra = {"stream": stream} if kind.feed_forward.reads_stream else {}
     out, load = kind.feed_forward(config, arrays, x, axes, token_mask, **extra)
     out = axes.total(out + mixed if parallel else out)
-    out = _leave(config, norms, arrays, "mlp_post_norm", out)
+    out = times(_leave(config, norms, arrays, "mlp_post_norm", out), config.mlp_block_scale)
     if config.layer_scale:
         scale = jax.lax.stop_gradient(arrays["layer_scale"]).astype(stream.dtype)
         stream, out = stream * scale, out * scale

@@ -49,23 +49,30 @@ class Mamba2(Recurrent):
     Attributes:
       heads: number of heads.
       head_dim: features of a head; None for `expand * hidden_size / heads`.
-      expand: features of all heads as a multiple of `hidden_size`, where `head_dim` is None.
+      inner_size: features of all heads, where `head_dim` is None; None for `expand` times `hidden_size`.
+      expand: factor of `hidden_size`.
       groups: pairs of B and C, which divide the heads; the norm has as many groups.
+      normalized: a norm follows, after the gate or (`norm_first`) before it.
       state_dim: numbers of the state for each feature.
       width: tokens that the convolution sees.
       filter_bias, biases: the convolution has a bias; the products have biases.
+      output_bias: the last product has a bias; None for the same as `biases`.
       activation: function after the convolution; None for that of the model.
       least_step: lower bound of the steps.
     """
 
     heads: int = 128
     head_dim: int | None = None
+    inner_size: int | None = None
     expand: int = 2
     groups: int = 1
     state_dim: int = 128
     width: int = 4
     filter_bias: bool = True
     biases: bool = False
+    output_bias: bool | None = None
+    normalized: bool = True
+    norm_first: bool = False
     activation: str | None = None
     least_step: float = 0.0
 
@@ -83,19 +90,23 @@ class Mamba2(Recurrent):
             "mamba_step": Parameter((self.heads,), (None,), "ones"),
             "mamba_rate": Parameter((self.heads,), (None,), "log_uniform"),
             "mamba_skip": Parameter((self.heads,), (None,), "ones"),
-            "mamba_norm": Parameter((inner,), (None,), "ones"),
             "mamba_output": matrix(inner, hidden, (None, "embed")),
         }
+        if self.normalized:
+            table["mamba_norm"] = Parameter((inner,), (None,), "ones")
         if self.filter_bias:
             table["mamba_filter_bias"] = Parameter((channels,), (None,), "zeros")
         if self.biases:
             table["mamba_input_bias"] = Parameter((inner + channels + self.heads,), (None,), "zeros")
+        if self.biases if self.output_bias is None else self.output_bias:
             table["mamba_output_bias"] = Parameter((hidden,), ("embed",), "zeros")
         return table
 
     def inner(self, config: ModelConfig) -> int:
         """Features of all heads."""
-        return self.expand * config.hidden_size if self.head_dim is None else self.heads * self.head_dim
+        if self.head_dim is not None:
+            return self.heads * self.head_dim
+        return self.inner_size or self.expand * config.hidden_size
 
     def channels(self, config: ModelConfig) -> int:
         """Features that pass the convolution: those of the tokens, B and C."""
@@ -110,7 +121,7 @@ class Mamba2(Recurrent):
     def mix(self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Tokens) -> Any:
         inner, channels, width = self.inner(config), self.channels(config), self.groups * self.state_dim
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        inputs = linear(x, arrays["mamba_input"], arrays.get("mamba_input_bias"))
+        inputs = self._inputs(config, arrays, x)
         gate, mixed, step = jnp.split(inputs, (inner, inner + channels), axis=-1)
         kernel, bias = arrays["mamba_filter"][:, 0].astype(x.dtype), arrays.get("mamba_filter_bias")
         bias = None if bias is None else bias.astype(x.dtype)
@@ -124,15 +135,28 @@ class Mamba2(Recurrent):
 
         enter, leave = (_by_head(y, self.state_dim) for y in (enter, leave))
         out = tokens.recur("memory", mix, _by_head(heads, inner // self.heads), jnp.swapaxes(step, 1, 2), enter, leave)
-        out = jnp.swapaxes(out, 1, 2).reshape(gate.shape).astype(wide) * activate("silu", gate.astype(wide))
-        out = vishwamai.rms_norm(out.reshape(*x.shape[:-1], self.groups, -1), None, eps=config.norm_eps)
-        out = out.reshape(gate.shape) * arrays["mamba_norm"].astype(wide)
-        out = checkpoint_name(out.astype(x.dtype), "mixed")
+        out = jnp.swapaxes(out, 1, 2).reshape(gate.shape).astype(wide)
+        out = checkpoint_name(self._gated(config, arrays, out, gate.astype(wide)).astype(x.dtype), "mixed")
         # Every device of the mesh axis "tensor" has all heads: the sum over them counts one.
         return tokens.axes.once(linear(out, arrays["mamba_output"], arrays.get("mamba_output_bias")))
 
     def mixing_flops(self, config: ModelConfig, length: int) -> float:
         return 4.0 * self.inner(config) * self.state_dim  # write, read
+
+    def _inputs(self, config: ModelConfig, arrays: Arrays, x: Any) -> Any:
+        """The gate, the tokens, B, C and the steps side by side."""
+        return linear(x, arrays["mamba_input"], arrays.get("mamba_input_bias"))
+
+    def _gated(self, config: ModelConfig, arrays: Arrays, out: Any, gate: Any) -> Any:
+        """`out` `[batch, seq, inner]` times the activation of the gate, with the norm over groups of features."""
+        gate = activate("silu", gate)
+        if not self.normalized:
+            return out * gate
+        out = out if self.norm_first else out * gate
+        groups = out.reshape(*out.shape[:-1], self.groups, -1)
+        out = vishwamai.rms_norm(groups, None, eps=config.norm_eps).reshape(out.shape)
+        out = out * arrays["mamba_norm"].astype(out.dtype)
+        return out * gate if self.norm_first else out
 
 
 def _by_head(x: Any, dim: int) -> Any:

@@ -63,11 +63,14 @@ class Mixer:
     Attributes:
       window: tokens that a token sees, its own included; None for all before it.
       rope: the rotation of queries and keys.
+      stream_scale, block_scale: with `ModelConfig.norms` "stream", factors of the stream and of the mixer's output.
       tensors: the tensors of checkpoints by the parameter's name, where a family has no other.
     """
 
     window: int | None = None
     rope: Rope = NO_ROTATION
+    stream_scale: float = 1.0
+    block_scale: float = 1.0
 
     tensors: ClassVar[Mapping[str, Tensor]] = {}
 
@@ -125,13 +128,21 @@ class Mixer:
 
     def page_row(self, config: ModelConfig) -> tuple[int, ...]:
         """Shape of what a page holds of one token: `(2 * kv_heads, head_dim)`, or `(features,)` for all heads; of
-        mixers without `state`.
+        mixers with pages.
         """
         raise NotImplementedError
+
+    def has_pages(self, config: ModelConfig) -> bool:
+        """Whether pages hold what tokens need of earlier ones; mixers with a `state` have them where they say so."""
+        return not self.state(config)
 
     def state(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Shapes of the float32 arrays of one sequence's state, by name; empty where the state is pages."""
         return {}
+
+    def at(self, layer: int, layers: int) -> Self:
+        """The mixer of the layer of that number, of so many; a mixer whose numbers depend on it has them from here."""
+        return self
 
     def part(self, devices: int) -> Self:
         """The mixer of one of so many devices of the mesh axis "tensor", in sizes that are its own."""

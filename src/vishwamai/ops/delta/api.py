@@ -13,7 +13,15 @@ from vishwamai.core.signature import array_specs, as_arrays, public_call
 from vishwamai.core.spec import as_array
 from vishwamai.ops.delta.chunked import XLA_CHUNKED
 from vishwamai.ops.delta.reference import XLA
-from vishwamai.ops.delta.spec import SIGNATURE, DeltaSpec, Operands, check_state_space, describe, with_channels
+from vishwamai.ops.delta.spec import (
+    SIGNATURE,
+    DeltaSpec,
+    Operands,
+    check_state_space,
+    describe,
+    state_space_decay,
+    with_channels,
+)
 from vishwamai.ops.delta.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
@@ -116,7 +124,7 @@ def linear_attention(
 def state_space(
     x: Float[Array, "batch heads seq head_dim"],
     dt: Float[Array, "batch heads seq"],
-    A: Float[Array, " heads"],
+    A: Float[Array, " heads *state_dim"],
     B: Float[Array, "batch groups seq state_dim"],
     C: Float[Array, "batch groups seq state_dim"],
     D: Float[Array, " heads"] | None = None,
@@ -128,14 +136,14 @@ def state_space(
     implementation: str | None = None,
 ) -> Any:
     """The selective state space of Mamba2: `S = exp(dt A) S + dt B x^T`, `y = S^T C + D x`. Dao, Gu, "Transformers are
-    SSMs" (2024).
+    SSMs" (2024). With heads of one feature and an A for each number of the state, that of Mamba: Gu, Dao (2023).
 
     It is the recurrence of `linear_attention` with C, B and x as query, key and value, so it runs by chunks too.
 
     Args:
       x: `[batch, heads, seq, head_dim]`, bfloat16, float16, float32 or float64.
       dt: steps, `[batch, heads, seq]`, after their bias and softplus.
-      A: `[heads]`, negative.
+      A: `[heads]`, negative; or `[heads, state_dim]`, one for each number of the state.
       B: `[batch, groups, seq, state_dim]` in the dtype of `x`; groups divides heads.
       C: `[batch, groups, seq, state_dim]`.
       D: `[heads]`, or None for 0.
@@ -152,7 +160,7 @@ def state_space(
     check_state_space(x, dt, A, B, C, D, initial_state, segment_ids)
     dt, A = as_array(name, "dt", dt), as_array(name, "A", A)
     wide = accumulator_dtype(dt.dtype)
-    decay = (dt.astype(wide) * A.astype(wide)[:, None])[..., None]
+    decay = state_space_decay(dt.astype(wide), A.astype(wide))
     arrays = Operands(x, C, B, decay, dt, D, initial_state, segment_ids)
     return _call(name, arrays, 1.0, False, return_state, config, implementation)
 

@@ -82,18 +82,21 @@ def state_space_case(
     *,
     key_heads: int | None = None,
     skip: bool = True,
+    channels: bool = False,
     state: bool = False,
     segments: bool = False,
     tags: tuple[str, ...] = ("contract",),
     **options: Any,
 ) -> Case:
-    """A case of `positive_state_space`; `key_heads` are its groups."""
+    """A case of `positive_state_space`; `key_heads` are its groups, and with `channels` each number of the state has a
+    rate.
+    """
     batch, heads, seq = shape
     wide = "float64" if dtype == "float64" else "float32"
     arrays = {
         "x": ArrayInit((*shape, head_dim), dtype),
         "step": ArrayInit(shape, wide),
-        "rate": ArrayInit((heads,), wide),
+        "rate": ArrayInit((heads, state_dim) if channels else (heads,), wide),
         "B": ArrayInit((batch, key_heads or heads, seq, state_dim), dtype, scale=max(1, state_dim) ** -0.5),
         "C": ArrayInit((batch, key_heads or heads, seq, state_dim), dtype),
     }
@@ -142,6 +145,17 @@ CASES = (
     delta_case("no tokens", (2, 2, 0), 16, 8, state=True, return_state=True),
     state_space_case("state space", (2, 4, 70), 24, 16, key_heads=2, state=True, return_state=True),
     state_space_case("state space bfloat16", (2, 4, 37), 16, 32, "bfloat16", key_heads=1, segments=True),
+    state_space_case(
+        "state space, channels",
+        (1, 4, 70),
+        12,
+        1,
+        key_heads=1,
+        channels=True,
+        state=True,
+        segments=True,
+        return_state=True,
+    ),
     # One sequence of 4096 tokens.
     delta_case("Qwen3-Next 80B", (1, 32, 4096), 128, 128, "bfloat16", key_heads=16, tags=("model",)),
     delta_case("Kimi Linear 48B", (1, 32, 4096), 128, 128, "bfloat16", channels=True, tags=("model",)),

@@ -34,7 +34,9 @@ from vishwamai.ops.delta.spec import DeltaSpec, Operands, Outputs
 SUB_BLOCK = 16
 """Tokens whose decays by channel are multiplied out, pair by pair."""
 FEW = 8
-"""Tokens up to which the recurrence takes fewer operations than a chunk."""
+"""Tokens up to which the recurrence takes fewer operations than a chunk, and features of values up to which a scan does
+where each channel has a decay.
+"""
 _GRID = 16.0
 """Sums of multiples of 1 / _GRID are exact in float32 for any chunk of clamped decays."""
 
@@ -197,6 +199,27 @@ def chunk_step(spec: DeltaSpec, state: jax.Array, chunk: Chunk) -> tuple[jax.Arr
     return state * remains + product((key * leaves).mT, update), spec.scale * y
 
 
+def scan_step(spec: DeltaSpec, state: jax.Array, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+    """The same without the correction, by a scan of `S -> factor S + write` over the chunk's tokens, whose states all
+    exist at once: few operations where a state has few values for each decay of its own (Mamba). Blelloch, "Prefix
+    sums and their applications" (1990).
+    """
+    value, query, key, decay, beta, numbers = chunk
+    assert decay is not None
+    writes = key[..., None] * (value if beta is None else value * beta[..., None])[..., None, :]
+    factors = jnp.exp(decay)[..., None]  # [batch, key heads, group, chunk, key_dim, 1]
+    if numbers is not None:
+        begins = numbers[:, 1:] != numbers[:, :-1]
+        factors = jnp.where(begins[:, None, None, :, None, None], 0.0, factors)
+
+    def then(first: Any, second: Any) -> tuple[jax.Array, jax.Array]:
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    factors, sums = lax.associative_scan(then, (factors, writes), axis=3)
+    states = factors * state[..., None, :, :] + sums
+    return states[..., -1, :, :], spec.scale * jnp.sum(query[..., None] * states, axis=-2)
+
+
 def chunks_of(spec: DeltaSpec, operands: Operands, size: int) -> tuple[Chunk, int]:
     """The chunks, an axis of `lax.scan` in front, and their count. Tokens past the end change no state: their key is
     0 and their log-decay 0.
@@ -236,9 +259,11 @@ def forward(spec: DeltaSpec, config: ChunkedConfig, operands: Operands) -> tuple
     state = state.reshape(spec.batch, spec.key_heads, -1, spec.key_dim, spec.value_dim)
     state, _ = match_varying((state, operands))
 
+    scans = spec.by_channel and not spec.correction and spec.value_dim <= FEW
+
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(state: jax.Array, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
-        return chunk_step(spec, state, chunk)
+        return (scan_step if scans else chunk_step)(spec, state, chunk)
 
     state, y = lax.scan(step, state, chunks)
     y = jnp.moveaxis(y, 0, 3).reshape(spec.batch, spec.heads, count * size, spec.value_dim)[:, :, : spec.seq]

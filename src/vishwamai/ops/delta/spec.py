@@ -153,6 +153,11 @@ def describe(operands: Operands, function: str, scale: float | None, correction:
     return DeltaSpec(SIGNATURE.specs(operands), factor, correction, return_state)
 
 
+def state_space_decay(dt: Any, A: Any) -> Any:
+    """The log-decays `[batch, heads, seq, 1 or state_dim]` of a state space, of arrays of JAX or torch."""
+    return dt[..., None] * (A[:, None, None] if A.ndim == 1 else A[:, None, :])
+
+
 def with_channels(function: str, decay: Any) -> Any:
     """A decay, of JAX or torch, with an axis of channels, 1 where they share it; None stays.
 
@@ -178,7 +183,7 @@ def check_state_space(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, initial_s
     texts = {
         "x": (x, "batch heads seq head_dim"),
         "dt": (dt, "batch heads seq"),
-        "A": (A, "heads"),
+        "A": (A, "heads" if A.ndim == 1 else "heads state_dim"),
         "B": (B, "batch heads/ seq state_dim"),
         "C": (C, "batch heads/ seq state_dim"),
         "D": (D, "heads"),

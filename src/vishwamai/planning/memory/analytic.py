@@ -25,6 +25,7 @@ from vishwamai.core.errors import FallbackWarning
 from vishwamai.core.figures import Estimate
 from vishwamai.core.target import Target
 from vishwamai.models import ModelConfig
+from vishwamai.models.pages import states_of
 from vishwamai.ops.loss.gathered import PIECE_BYTES
 from vishwamai.planning.exchange import experts_room, rows_in_pieces
 from vishwamai.planning.memory.residuals import residual_bytes, share_of
@@ -366,7 +367,7 @@ def serving_memory(serving: Serving, target: str) -> Breakdown:
     logits = 4 * rows * config.vocab_size
     inner = 4 * rows * (2 * config.intermediate_size + 4 * config.hidden_size)
     pools = serving.pages()
-    states = [pool for pool in pools if isinstance(pool, dict)]
+    states = [states_of(pool) for pool in pools]
     return _breakdown(
         target,
         {
