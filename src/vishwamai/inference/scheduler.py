@@ -284,8 +284,8 @@ class Scheduler:
                 break
             self.waiting.remove(stream)
             if self.states is not None:
-                length, known = len(stream.tokens), len(digests)
-                stream.marks = self.states.marks(stream.digests, length, known, self.limits, stream.shared)
+                sizes = len(stream.tokens), len(digests)
+                stream.marks = self.states.marks(stream.digests, *sizes, self.limits, stream.shared)
                 stream.state = self.states.share(digests)
             stream.pages, stream.spans = self.pool.share(digests), self.windows.share(digests)
             stream.computed = len(stream.pages) * self.limits.page_size

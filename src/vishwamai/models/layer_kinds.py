@@ -229,7 +229,7 @@ def read_layers(
         rope = ropes.get(kind, ropes["full_attention"])
         if not turns or not (family.global_rope or slides or (family.global_rope is False and window is None)):
             rope = _unrotated(values, reads, rope.theta)
-        mixer = family.mixers[kind].read(sizes.get(kind, {}), windows.get(kind), rope).at(layer, count)
+        mixer = family.mixers[kind].read(sizes.get(kind, {}), windows.get(kind), rope).placed(layer, count)
         network = family.mixture if sparse else family.feed_forward
         kinds.append(LayerKind(mixer, family.feed_forwards.get(kind, network), family.norms.get(kind)))
     return tuple(kinds)

@@ -443,13 +443,13 @@ def shared_beginning(tokens: Callable[[list[Any]], list[int]], messages: Sequenc
 
     Args:
       tokens: function from messages to their tokens.
-      messages: those of the chat.
-      prompt: its tokens.
+      messages: list of the messages of the chat.
+      prompt: list of its tokens.
     """
     first = next((i for i, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
     text = "-" if str(messages[first].get("content")).startswith("+") else "+"
     try:
-        other = tokens([*messages[:first], {"role": "user", "content": text}])
+        variant = tokens([*messages[:first], {"role": "user", "content": text}])
     except (ShapeError, UnsupportedError):
         return 0
-    return next((i for i, (a, b) in enumerate(zip(prompt, other)) if a != b), min(len(prompt), len(other)))
+    return next((i for i, (a, b) in enumerate(zip(prompt, variant)) if a != b), min(len(prompt), len(variant)))

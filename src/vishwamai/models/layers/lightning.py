@@ -49,7 +49,7 @@ class Lightning(Recurrent):
     def layer_type(self) -> str:
         return "linear_attention"
 
-    def at(self, layer: int, layers: int) -> Self:
+    def placed(self, layer: int, layers: int) -> Self:
         return dataclasses.replace(self, layer=layer, layers=layers)
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:

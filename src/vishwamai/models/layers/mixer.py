@@ -140,7 +140,7 @@ class Mixer:
         """Shapes of the float32 arrays of one sequence's state, by name; empty where the state is pages."""
         return {}
 
-    def at(self, layer: int, layers: int) -> Self:
+    def placed(self, layer: int, layers: int) -> Self:
         """The mixer of the layer of that number, of so many; a mixer whose numbers depend on it has them from here."""
         return self
 
