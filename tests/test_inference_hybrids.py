@@ -15,7 +15,7 @@ import pytest
 import models_peer
 from models_families import TINY
 from serving import serving
-from vishwamai import DeviceError, UnsupportedError
+from vishwamai import DeviceError, ShapeError, UnsupportedError
 from vishwamai.cli import main
 from vishwamai.inference import Engine, Limits, Sampling, plan_load
 from vishwamai.inference.memory import state_bytes
@@ -169,6 +169,15 @@ def test_drafts_with_states_and_too_little_memory_are_declined(checkpoint: tuple
         plan_load(checkpoint[0], drafts=2, draft_model=checkpoint[0])
     with pytest.raises(DeviceError, match=r"states .* \(32 sequences or prefixes\).* That does not fit"):
         plan_load(checkpoint[0], dtype="float32", memory=300_000)
+
+
+def test_the_number_of_states_may_be_set(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
+    load = plan_load(checkpoint[0], num_states=5)
+    assert load.num_states == 5 and load.states == 5 * state_bytes(load.config)
+    TINY["llama"].save(tmp_path)
+    for directory, count, text in ((checkpoint[0], 0, "0; pass at least 1"), (tmp_path, 5, "5; the model's layers")):
+        with pytest.raises(ShapeError, match=f"num_states is {text}"):
+            plan_load(directory, num_states=count)
 
 
 def test_the_plan_counts_states_as_the_engine_holds_them(checkpoint: tuple[Path, Any], engine: Engine) -> None:
