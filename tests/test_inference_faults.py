@@ -107,6 +107,26 @@ def test_masks_hold_up_no_other_answer(engine):
     assert [delta.finish for delta in ends].count("length") == 2
 
 
+def test_every_step_has_a_token_of_an_answer_that_runs(engine):
+    """Next to long prompts, options of every kind and grammars that fail, and no step computes more than its bound."""
+    tokens, rest = [], []
+    engine.submit(Request((5, 6, 7), Sampling(max_new_tokens=40, ignore_eos=True), tokens.append))
+    while not tokens:
+        engine.step()
+    prompt = tuple(8 + i % 200 for i in range(80))
+    costly = {"temperature": 1.0, "top_k": 9, "top_p": 0.8, "min_p": 0.01, "presence_penalty": 0.5, "logprobs": 20}
+    for options in ({"n": 3}, {"grammar": Broken("advance")}, {"grammar": Broken("mask")}):
+        engine.submit(request(rest, prompt=prompt, **costly, **options))
+    computed = engine.statistics.computed_tokens
+    while len(tokens) < 40:
+        count, computed = len(tokens), engine.statistics.computed_tokens
+        engine.step()
+        assert len(tokens) == count + 1
+        assert engine.statistics.computed_tokens - computed <= engine.limits.mixed < len(prompt)
+    assert sum(delta.finish is not None for delta in rest) >= 3
+    answers(engine)
+
+
 def test_a_step_that_fails_ends_its_answers_and_no_later(engine):
     bad, good = [], []
     answers(engine, request(bad, grammar=Broken("shape")))

@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
-import pickle
 import re
 import zlib
 
@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import rotation
-from vishwamai.core import caches
+from vishwamai.core import caches, jax_private
 from vishwamai.core.errors import CacheWarning
 from vishwamai.core.op import Op
 from vishwamai.inference import Engine, Limits, Sampling, kept_programs
@@ -146,22 +146,39 @@ def test_a_damaged_program_is_made_again(cache, traced):
     assert len(engine.generate(PROMPTS[:1], OPTIONS[0])[0].token_ids) == 6
 
 
-class Hostile:
-    def __reduce__(self):
-        return pytest.fail, ("code of another user ran",)
+def content_of(path):
+    """The header of a file, and the program below it."""
+    content = path.read_bytes()
+    assert hashlib.sha256(content[32:]).digest() == content[:32]
+    text, _, executable = zlib.decompress(content[32:]).partition(b"\n")
+    return json.loads(text), executable
+
+
+@pytest.mark.turns(3)
+def test_a_file_is_a_header_in_json_and_what_xla_writes(cache):
+    """No part of it is a pickle, and outputs of every kind come back: tuples, pages, named tuples."""
+    made(kv_dtype="int8", compile="lazy")
+    headers, programs = zip(*map(content_of, sorted(cache.iterdir())))
+    assert {name for header in headers for name in header} == {
+        "name", "committed", "inputs", "input_types", "output_types", "donated", "outputs",
+    }  # fmt: skip
+    outputs = json.dumps([header["outputs"] for header in headers])
+    assert all(name in outputs for name in ('"tuple"', '"Sampled"', '"argument"', '"array"'))
+    assert all(program.startswith(b"\x0a") or b"jit_" in program for program in programs)
 
 
 @pytest.mark.turns(6)
 def test_programs_that_others_could_have_written_are_not_loaded(cache, traced, monkeypatch):
-    """Pickles run code: a folder or a file that another user may write, or that is a link, is declined."""
+    """A program is machine code: a folder or a file that another user may write, or that is a link, is declined."""
     made(compile="lazy")
     paths = sorted(cache.iterdir())
-    content = zlib.compress(pickle.dumps((Hostile(), None)))
+    monkeypatch.setattr(jax_private, "deserialized", lambda *_: pytest.fail("code of another user ran"))
+    contents = {path: path.read_bytes() for path in paths}
 
     def poison():
         for path in paths:
             path.unlink(missing_ok=True)
-            path.write_bytes(hashlib.sha256(content).digest() + content)
+            path.write_bytes(contents[path])
             path.chmod(0o600)
 
     def linked():
@@ -211,7 +228,7 @@ def test_a_program_that_xla_declines_to_load_is_made_again(cache, traced, monkey
 
     made(compile="lazy")
     del traced[:]
-    monkeypatch.setattr(kept_programs.serialize_executable, "deserialize_and_load", fails)
+    monkeypatch.setattr(jax_private, "deserialized", fails)
     with pytest.warns(CacheWarning, match="the program cannot be loaded .of another XLA.; it is compiled again"):
         made(compile="lazy")
     assert traced

@@ -1,5 +1,7 @@
 """Sampling on the device, against plain numpy on sorted probabilities."""
 
+import collections
+import functools
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.inference import sampling
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.sampling import Sampling, all_allowed, empty_rows, sample, set_row
 
@@ -108,6 +111,48 @@ def test_logprobs_are_the_models_own():
     assert got.tokens.tolist() == [5, 5]
     np.testing.assert_allclose(got.logprobs, expected[:, 5], rtol=1e-5)
     np.testing.assert_array_equal(got.top_tokens[:, :4], np.argsort(-logits, axis=1)[:, :4])
+
+
+def test_a_row_costs_a_cpu_what_it_needs(monkeypatch):
+    """The noise, the thresholds and the log probabilities are computed of the rows that need them, and the tokens are
+    those of all rows at once.
+    """
+    turns: collections.Counter[str] = collections.Counter()
+
+    def count(name):
+        function = getattr(sampling, name)
+
+        def counted(*args):
+            jax.debug.callback(functools.partial(turns.update, [name]))
+            return function(*args)
+
+        monkeypatch.setattr(sampling, name, counted)
+
+    for name in ("_noise", "_largest", "_logprobs", "_penalized"):
+        count(name)
+    rows = empty_rows(16, 16, VOCAB)
+    rows.slot[:], rows.position[:], rows.seed[:] = np.arange(16), 8, np.arange(16)
+    needs = (
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.0, top_k=5),
+        Sampling(temperature=0.5, top_k=9, top_p=0.7),
+        Sampling(logprobs=3),
+        Sampling(presence_penalty=0.5),
+        Sampling(logit_bias={3: 1.0}),
+    )
+    for row, options in enumerate(needs):
+        set_row(rows, row, options)
+    logits = np.random.default_rng(0).normal(size=(16, VOCAB)).astype(np.float32)
+    history, allowed = jnp.ones((16, 16), jnp.int32), all_allowed(16, VOCAB)
+    got = jax.jit(lambda *of: sample(*of))(logits, rows, history, allowed)
+    jax.effects_barrier()
+    if jax.default_backend() == "cpu":
+        assert turns == {"_noise": 3, "_largest": 3, "_logprobs": 1, "_penalized": 1}
+    at_once = sampling._sampled(
+        jnp.asarray(logits), jax.tree.map(jnp.asarray, rows), history, jnp.asarray(allowed), None
+    )
+    np.testing.assert_array_equal(got.tokens, at_once.tokens)
+    np.testing.assert_allclose(got.logprobs[3], at_once.logprobs[3], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

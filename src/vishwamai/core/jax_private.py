@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import source_info_util
+from jax._src import source_info_util, stages
 from jax._src.cloud_tpu_init import get_tpu_library_path
 from jax._src.clusters import ClusterEnv
 from jax._src.config import jax_platforms
 from jax._src.distributed import global_state
 from jax._src.interpreters.ad import LinearizeTracer
+from jax._src.interpreters.pxla import UnloadedMeshExecutable
 from jax._src.mesh import get_concrete_mesh
 from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax._src.xla_bridge import backends_are_initialized
-from jax.sharding import Mesh, PartitionSpec
+from jax.core import ShapedArray
+from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 from jaxlib import xla_client
 
 
@@ -92,3 +94,82 @@ def source_of(eqn: Any) -> str:
 def concrete_mesh() -> Mesh:
     """The mesh that `jax.set_mesh` has put in force, inside `jit` too; without axes where there is none."""
     return get_concrete_mesh()
+
+
+def serialized(compiled: stages.Compiled) -> tuple[bytes, dict[str, Any]] | None:
+    """A compiled program as XLA writes it, and what JAX adds to it, as values for JSON; `deserialized` reads them.
+
+    `jax.experimental.serialize_executable` writes the same as a pickle.
+
+    Returns:
+      None for a program that needs more: several devices, effects, calls of the host, constants of its own.
+    """
+    parts = getattr(compiled._executable, "_unloaded_executable", None)
+    if parts is None or compiled._params.const_args or parts.mut or parts.pgle_profiler:
+        return None
+    more = (parts.unordered_effects, parts.ordered_effects, parts.host_callbacks, parts.keepalive)
+    shardings = (*parts.input_shardings, *parts.output_shardings)
+    if any(more) or not all(isinstance(sharding, SingleDeviceSharding) for sharding in shardings):
+        return None
+    donated = [i for i, info in enumerate(jax.tree.leaves(compiled.args_info)) if info.donated]
+    header = {
+        "name": parts.name,
+        "committed": parts.committed,
+        "inputs": sorted(parts.kept_var_idx),
+        "input_types": [_named(aval) for aval in parts.input_avals],
+        "output_types": [_named(aval) for aval in parts.output_avals],
+        "donated": donated,
+    }
+    return parts.backend.serialize_executable(parts.xla_executable), header
+
+
+def deserialized(executable: bytes, header: dict[str, Any], device: jax.Device, in_tree: Any, out_tree: Any) -> Any:
+    """The compiled program of what `serialized` gave.
+
+    Args:
+      executable: what XLA wrote. It is machine code: its writer decides what the program does.
+      header: the values.
+      device: the device of the program.
+      in_tree: structure of its arguments, `((...), {})`.
+      out_tree: structure of its outputs.
+    """
+    client, devices = device.client, xla_client.DeviceList((device,))
+    inputs, outputs = ([_aval(entry) for entry in header[name]] for name in ("input_types", "output_types"))
+    if len(outputs) != out_tree.num_leaves or len(inputs) != len(header["inputs"]):
+        raise ValueError("the header has another number of arrays than the program")
+    sharding = SingleDeviceSharding(device)
+    parts = UnloadedMeshExecutable(
+        xla_executable=client.deserialize_executable(executable, executable_devices=devices),
+        device_list=devices,
+        backend=client,
+        input_avals=inputs,
+        input_shardings=[sharding] * len(inputs),
+        output_avals=outputs,
+        output_shardings=[sharding] * len(outputs),
+        committed=bool(header["committed"]),
+        name=str(header["name"]),
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx=set(header["inputs"]),
+        mut=None,
+        xla_in_layouts=[None] * len(inputs),
+        dispatch_in_layouts=[None] * len(inputs),
+        xla_out_layouts=[None] * len(outputs),
+        all_args_info=None,
+        pgle_profiler=None,
+    )
+    avals = dict(zip(header["inputs"], inputs))
+    unused = ShapedArray((), jax.numpy.float32)
+    infos = [stages.ArgInfo(avals.get(i, unused), i in header["donated"]) for i in range(in_tree.num_leaves)]
+    return stages.Compiled(parts.load(), [], in_tree.unflatten(infos), out_tree)
+
+
+def _named(aval: Any) -> list[Any]:
+    return [list(aval.shape), aval.dtype.name, aval.weak_type]
+
+
+def _aval(entry: Any) -> ShapedArray:
+    shape, dtype, weak_type = entry
+    return ShapedArray(tuple(shape), jax.numpy.dtype(dtype), weak_type=weak_type)

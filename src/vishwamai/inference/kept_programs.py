@@ -4,8 +4,9 @@ JAX's compilation cache knows a program by its lowered form, and tracing and low
 compiled. Here a program is known by everything that decides what is traced and compiled: the function with its static
 arguments, the shapes of the others, the configuration of kernels and of JAX, the source of this package, the versions
 of the packages below it, the variables of the environment, and the machine. Its file lies in the directory of JAX's
-cache, in a folder that its user alone may write, and takes the place of the files there. A file is a pickle, so one
-that another user could have written is declined. Programs of one CPU device are kept.
+cache, in a folder that its user alone may write, and takes the place of the files there. A file is a digest, a header
+in JSON and the program as XLA writes it. That is machine code, so a file that another user could have written is
+declined. Programs of one CPU device are kept.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
-import pickle
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,16 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
 
 import vishwamai
-from vishwamai.core import caches, ffi, jax_cache, observe
+from vishwamai.core import caches, ffi, jax_cache, jax_private, observe
 from vishwamai.core.config import current_config
 from vishwamai.core.execute import platform_of
+from vishwamai.inference.sampling import Proposals, Sampled
 
 _PACKAGES = ("flax", "jax", "jaxlib", "ml_dtypes", "numpy")
 _VARIABLES = ("JAX_", "VISHWAMAI_", "XLA_")
 """How the names begin that these packages read."""
+
+_TUPLES = {kind.__name__: kind for kind in (Proposals, Sampled)}
+"""Named tuples of the outputs of programs."""
 
 
 def compiled(function: Any, arguments: tuple[Any, ...], on_read: Callable[[], None] = lambda: None) -> Any:
@@ -58,8 +62,9 @@ def compiled(function: Any, arguments: tuple[Any, ...], on_read: Callable[[], No
     with _without_cache_of_jax():
         executable_program = lowered.compile()
     if not any(plan.op.fallbacks(plan.choice("cpu")) for plan in recorder.plans):
-        executable, _, out_tree = serialize_executable.serialize(executable_program)
-        content = zlib.compress(pickle.dumps((executable, out_tree)), 1)
+        content = _content(executable_program, arguments)
+        if content is None:
+            return executable_program
         try:
             caches.private_directory(path.parent)
             caches.write(path, hashlib.sha256(content).digest() + content)
@@ -89,14 +94,72 @@ def _read(path: Path, arguments: tuple[Any, ...]) -> Any:
         digest, content = content[:32], content[32:]
         if hashlib.sha256(content).digest() != digest:
             raise ValueError("the file is damaged")
-        executable, out_tree = pickle.loads(zlib.decompress(content))
-        in_tree, devices = jax.tree.structure((arguments, {})), tuple(_devices(arguments))
-        return serialize_executable.deserialize_and_load(executable, in_tree, out_tree, "cpu", devices)
+        text, _, executable = zlib.decompress(content).partition(b"\n")
+        header = json.loads(text)
+        in_tree = jax.tree.structure((arguments, {}))
+        out_tree = jax.tree.structure(_tree(header["outputs"], _parts(in_tree)))
+        (device,) = _devices(arguments)
+        return jax_private.deserialized(executable, header, device, in_tree, out_tree)
     except FileNotFoundError:
         return None
     except Exception as error:  # what is damaged raises anything
         caches.warn_once(f"{path}: the program cannot be loaded ({error}); it is compiled again.")
         return None
+
+
+def _content(program: Any, arguments: tuple[Any, ...]) -> bytes | None:
+    """What a file holds below its digest; None where the program cannot be written."""
+    parts = jax_private.serialized(program)
+    if parts is None:
+        return None
+    executable, header = parts
+    try:
+        header["outputs"] = _named(program.out_tree, _parts(jax.tree.structure((arguments, {}))))
+    except ValueError:  # outputs of a type that is neither JSON's nor among the arguments
+        return None
+    return zlib.compress(json.dumps(header).encode() + b"\n" + executable, 1)
+
+
+def _parts(tree: Any) -> list[Any]:
+    """The nodes of a structure that are of another type than JSON's, outer ones first."""
+    node = tree.node_data()
+    inner = [part for child in tree.children() for part in _parts(child)] if node else []
+    return inner if node is None or node[0] in (tuple, list, dict, type(None)) else [tree, *inner]
+
+
+def _named(tree: Any, parts: list[Any]) -> Any:
+    """The structure of outputs for JSON. What is of another type than JSON's is a named tuple of `_TUPLES`, or part of
+    the arguments, such as pages, and named by its number among `parts`.
+    """
+    node, children = tree.node_data(), tree.children()
+    if node is None:
+        return "array"
+    kind, data = node
+    if kind is type(None):
+        return None
+    if kind in (tuple, list):
+        return {kind.__name__: [_named(child, parts) for child in children]}
+    if kind is dict:
+        return {"dict": [list(data), [_named(child, parts) for child in children]]}
+    if kind in _TUPLES.values():
+        return {kind.__name__: [_named(child, parts) for child in children]}
+    return {"argument": parts.index(tree)}
+
+
+def _tree(value: Any, parts: list[Any]) -> Any:
+    """A tree of the structure that `_named` wrote."""
+    if value is None:
+        return None
+    if value == "array":
+        return 0
+    ((kind, content),) = value.items()
+    if kind == "argument":
+        return parts[content].unflatten([0] * parts[content].num_leaves)
+    if kind == "dict":
+        keys, children = content
+        return dict(zip(keys, (_tree(child, parts) for child in children), strict=True))
+    children = [_tree(child, parts) for child in content]
+    return _TUPLES[kind](*children) if kind in _TUPLES else {"tuple": tuple, "list": list}[kind](children)
 
 
 def _path(function: Any, arguments: tuple[Any, ...]) -> Path | None:

@@ -4,6 +4,9 @@ The order is that of Hugging Face's processors: logit bias, penalties, the gramm
 min-p, a draw. No vocab is sorted: a row's threshold is found by bisection over the 32 bits of a float, exact, with as
 many comparisons for a vocab of any size. The draw is Gumbel-max (argmax of logits plus Gumbel noise) with the key
 `fold_in(fold_in(key(seed), choice), position)`, so it depends on the request alone and on nothing else in the batch.
+
+An accelerator computes all rows at once, and what one row needs is computed for all. A CPU computes one row after
+another, each with what it needs alone.
 """
 
 from __future__ import annotations
@@ -247,9 +250,31 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array, proposals:
     """
     logits = logits.astype(jnp.float32)
 
+    def sampled(logits: Array, rows: Rows, allowed: Array) -> Sampled:
+        return _sampled(logits, rows, history, allowed, proposals)
+
+    return _by_row(sampled, logits, rows, allowed)
+
+
+def _by_row(function: Callable[[Array, Rows, Array], Any], logits: Array, rows: Rows, allowed: Array) -> Any:
+    """What a function of rows computes: of one after another on a CPU, of all at once elsewhere."""
+
+    def in_turn(*arrays: Any) -> Any:
+        def single(row: Any) -> Any:
+            return jax.tree.map(lambda x: x[0], function(*jax.tree.map(lambda x: x[None], row)))
+
+        return lax.map(single, arrays)
+
+    arrays = jax.tree.map(jnp.asarray, (logits, rows, allowed))
+    return lax.platform_dependent(*arrays, cpu=in_turn, default=function)
+
+
+def _sampled(logits: Array, rows: Rows, history: Array, allowed: Array, proposals: Proposals | None) -> Sampled:
+    """`sample` of rows at once: what one of them needs is computed for all."""
+
     def draw(x: Array) -> Array:
         x = _shaped(x, rows)
-        sampled = jnp.argmax(x + _noise(rows, x.shape[1]), axis=1).astype(jnp.int32)
+        sampled = _argmax(x + _noise(rows, x.shape[1]))
         guesses = proposals
         if guesses is None:
             return sampled
@@ -272,13 +297,17 @@ def propose(logits: Array, rows: Rows, history: Array, allowed: Array) -> Propos
     `rejects` draws with noise of its own.
     """
     rows = rows._replace(choice=jnp.where(rows.rejects, rows.choice + _DRAFT, rows.choice))
-    changed = _changed(logits.astype(jnp.float32), rows, history, allowed)
-    shaped = lax.cond(jnp.any(rows.temperature > 0), lambda x: _shaped(x, rows), lambda x: x, changed)
 
-    def draw(_: Array) -> Array:
-        return jnp.argmax(shaped + _noise(rows, shaped.shape[1]), axis=1).astype(jnp.int32)
+    def proposed(logits: Array, rows: Rows, allowed: Array) -> Proposals:
+        changed = _changed(logits, rows, history, allowed)
+        shaped = lax.cond(jnp.any(rows.temperature > 0), lambda x: _shaped(x, rows), lambda x: x, changed)
 
-    return Proposals(_chosen(changed, rows, draw), shaped)
+        def draw(_: Array) -> Array:
+            return _argmax(shaped + _noise(rows, shaped.shape[1]))
+
+        return Proposals(_chosen(changed, rows, draw), shaped)
+
+    return _by_row(proposed, logits.astype(jnp.float32), rows, allowed)
 
 
 _DRAFT, _ACCEPT = np.uint32(1 << 30), np.uint32(1 << 31)
@@ -312,7 +341,7 @@ def _changed(logits: Array, rows: Rows, history: Array, allowed: Array) -> Array
 
 def _chosen(logits: Array, rows: Rows, draw: Callable[[Array], Array]) -> Array:
     """The largest logit of greedy rows, and what `draw` gives of the others."""
-    best = jnp.argmax(logits, axis=1).astype(jnp.int32)
+    best = _argmax(logits)
     chosen = lax.cond(jnp.any(rows.temperature > 0), draw, lambda x: best, logits)
     return jnp.where(rows.temperature > 0, chosen, best)
 
@@ -334,12 +363,10 @@ def _penalized(logits: Array, rows: Rows, history: Array) -> Array:
 
 def _shaped(logits: Array, rows: Rows) -> Array:
     """Logits of the distribution that is drawn from: after temperature, top-k, top-p and min-p."""
-    vocab = logits.shape[1]
     # The largest is 0 at every temperature: 1e-37 must not make it infinite.
     x = logits - jnp.max(logits, axis=1, keepdims=True)
     x = x / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    limited = jnp.any(((rows.top_k > 0) & (rows.top_k < vocab)) | (rows.top_p < 1))
-    x = lax.cond(limited, lambda x: _limited(x, rows), lambda x: x, x)
+    x = _limited(x, rows)
     least = jnp.max(x, axis=1) + jnp.log(rows.min_p)  # -inf for min_p of 0
     return jnp.where(x >= least[:, None], x, -jnp.inf)
 
@@ -371,7 +398,7 @@ def _checked(x: Array, rows: Rows, proposals: Proposals) -> Array:
     rest = jnp.maximum(p - q, 0.0)
     # Rounding may leave nothing of two distributions that are nearly the same.
     rest = jnp.where(jnp.any(rest > 0, axis=1, keepdims=True), jnp.log(rest), x)
-    replacement = jnp.argmax(rest + _noise(rows, x.shape[1]), axis=1).astype(jnp.int32)
+    replacement = _argmax(rest + _noise(rows, x.shape[1]))
     return jnp.where(uniform * q_guess < p_guess, guess, replacement)
 
 
@@ -379,14 +406,39 @@ def _limited(x: Array, rows: Rows) -> Array:
     """Keeps the logits of top-k, and of these those of top-p."""
     vocab = x.shape[1]
     ordered = _ordered(x)
-    kept_count = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
-    border = _largest(lambda t: jnp.sum(ordered >= t[:, None], axis=1) >= kept_count, x.shape[0])
-    x = jnp.where(ordered >= border[:, None], x, -jnp.inf)
-    probability = jax.nn.softmax(x, axis=1)
-    # All of them where top_p is 1: a sum of rounded probabilities may stay below it.
-    mass = jnp.where(rows.top_p < 1, rows.top_p, -1.0)
-    enough = _largest(lambda t: jnp.sum(jnp.where(ordered >= t[:, None], probability, 0.0), axis=1) >= mass, x.shape[0])
-    return jnp.where((ordered >= enough[:, None]) | (rows.top_p >= 1)[:, None], x, -jnp.inf)
+    count = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
+
+    def largest(x: Array) -> Array:
+        # A sum of float32 ones is exact below 2^24, and faster on a CPU than one of integers.
+        border = _largest(lambda t: jnp.sum(ordered >= t[:, None], axis=1, dtype=jnp.float32) >= count, x.shape[0])
+        return jnp.where(ordered >= border[:, None], x, -jnp.inf)
+
+    def likely(x: Array) -> Array:
+        probability = jax.nn.softmax(x, axis=1)
+        # All of them where top_p is 1: a sum of rounded probabilities may stay below it.
+        mass = jnp.where(rows.top_p < 1, rows.top_p, -1.0)
+
+        def enough(t: Array) -> Array:
+            return jnp.sum(jnp.where(ordered >= t[:, None], probability, 0.0), axis=1) >= mass
+
+        border = _largest(enough, x.shape[0])
+        return jnp.where((ordered >= border[:, None]) | (rows.top_p >= 1)[:, None], x, -jnp.inf)
+
+    x = lax.cond(jnp.any(count < vocab), largest, lambda x: x, x)
+    return lax.cond(jnp.any(rows.top_p < 1), likely, lambda x: x, x)
+
+
+def _argmax(x: Array) -> Array:
+    """`argmax` of each row, int32. XLA computes it for a CPU one number at a time, and a maximum many at a time, so
+    there it is the place of the first maximum.
+    """
+
+    def first_maximum(x: Array) -> Array:
+        place = jnp.arange(x.shape[1], dtype=jnp.int32)
+        places = jnp.where(x == jnp.max(x, axis=1, keepdims=True), place, x.shape[1] - 1)
+        return jnp.min(places, axis=1)
+
+    return lax.platform_dependent(x, cpu=first_maximum, default=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32))
 
 
 def _ordered(x: Array) -> Array:

@@ -20,7 +20,11 @@ from vishwamai.models.embedding import padded
 if TYPE_CHECKING:
     from vishwamai.models import Decoder
 
-_SHORTEST, _TOKENS, _ROWS = 32, 4096, 128  # of a pass: its least length, its tokens; rows of logits at once
+_SHORTEST, _TOKENS = 32, 4096
+"""Least length and tokens of a pass."""
+
+_ROWS = 32
+"""Rows of logits at once. Steps of the engine go on between two such parts, so they are not large."""
 
 
 @dataclasses.dataclass(frozen=True)
