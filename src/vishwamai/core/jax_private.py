@@ -123,13 +123,13 @@ def serialized(compiled: stages.Compiled) -> tuple[bytes, dict[str, Any]] | None
     return parts.backend.serialize_executable(parts.xla_executable), header
 
 
-def deserialized(executable: bytes, header: dict[str, Any], device: jax.Device, in_tree: Any, out_tree: Any) -> Any:
+def deserialized(executable: bytes, header: dict[str, Any], device: Any, in_tree: Any, out_tree: Any) -> Any:
     """The compiled program of what `serialized` gave.
 
     Args:
-      executable: what XLA wrote. It is machine code: its writer decides what the program does.
-      header: the values.
-      device: the device of the program.
+      executable: bytes that XLA wrote. They are machine code: their writer decides what the program does.
+      header: values that `serialized` gave.
+      device: one of the client that runs the program.
       in_tree: structure of its arguments, `((...), {})`.
       out_tree: structure of its outputs.
     """
