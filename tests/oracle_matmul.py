@@ -21,7 +21,7 @@ specification, table 5).
 def decode(raw: Any, scales: Any, format: str, axis: int, block_size: int | None) -> Any:
     """The array that `vishwamai.core.cases.qtensor_of_bytes` makes of bytes and scales."""
     raw = np.asarray(raw).astype(np.int64)
-    if format == "mxfp4":
+    if format in ("mxfp4", "fp4_e2m1"):
         values = E2M1[(raw >> 4) & 15]
     else:
         values = raw.astype(np.float64) if format == "int8" else (raw >> 4).astype(np.float64)

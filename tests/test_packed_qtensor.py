@@ -23,7 +23,7 @@ IMPLEMENTATIONS = [
     pytest.param("native_cpu", marks=pytest.mark.skipif(not NATIVE, reason="the native module lacks the kernel")),
     "xla",
 ]
-FORMATS = [("int8", None), ("int8", 32), ("int4", None), ("int4", 64), ("mxfp4", 32)]
+FORMATS = [("int8", None), ("int8", 32), ("int4", None), ("int4", 64), ("mxfp4", 32), ("fp4_e2m1", 16)]
 FLOATS = [("fp8_e4m3", 128), ("fp8_e4m3", None), ("mxfp8_e4m3", 32), ("fp8_e4m3", 40)]  # 8-bit ones
 EVERY = [*((form, activations) for form in FORMATS for activations in ("int8", "exact"))]
 EVERY += [(form, "exact") for form in FLOATS]

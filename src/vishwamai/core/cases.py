@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vishwamai.core.qtensor import FORMATS, INT4, QTensor
+from vishwamai.core.qtensor import FORMATS, FP4, INT4, QTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def qtensor_of_bytes(values: Any, scales: Any, format: str, axis: int, block_siz
     """
     form = FORMATS[format]
     values, scales = jnp.asarray(values), jax.lax.stop_gradient(jnp.asarray(scales))
-    if format == "mxfp4":
+    if form.dtype == FP4:
         values = jax.lax.bitcast_convert_type((values >> 4).astype(INT4), form.dtype)
     elif format != "int8":
         values = (values >> 4).astype(form.dtype)

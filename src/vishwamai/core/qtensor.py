@@ -1,9 +1,9 @@
 """`QTensor`: an array of few bits with the scales that bring it back, and the arithmetic that every operation on one
 shares.
 
-`x[i] ~ values[i] * scales[block of i]`. The formats are int8, int4 and the 8-bit floats with float32 scales, and the
-microscaling formats of the Open Compute Project ("OCP Microscaling Formats (MX) Specification v1.0", 2023), where 32
-neighbours share a power of two that is stored in 8 bits (e8m0).
+`x[i] ~ values[i] * scales[block of i]`. The formats are int8, int4 and floats of 8 and 4 bits with float32 scales, and
+the microscaling formats of the Open Compute Project ("OCP Microscaling Formats (MX) Specification v1.0", 2023). In
+those, 32 neighbours share a power of two that is stored in 8 bits (e8m0).
 """
 
 from __future__ import annotations
@@ -47,14 +47,17 @@ FORMATS: dict[str, Format] = {
     "int4": Format(INT4, 7),
     "fp8_e4m3": Format(jnp.dtype(jnp.float8_e4m3fn), 448),
     "fp8_e5m2": Format(jnp.dtype(jnp.float8_e5m2), 57344),
+    "fp4_e2m1": Format(FP4, 6),
     "mxfp8_e4m3": Format(jnp.dtype(jnp.float8_e4m3fn), 448, 32, True),
     "mxfp8_e5m2": Format(jnp.dtype(jnp.float8_e5m2), 57344, 32, True),
     "mxfp4": Format(FP4, 6, 32, True),
 }
 _ALIASES = {
     "fp8": "fp8_e4m3",
+    "fp4": "fp4_e2m1",
     "float8_e4m3fn": "fp8_e4m3",
     "float8_e5m2": "fp8_e5m2",
+    "float4_e2m1fn": "fp4_e2m1",
     "mxfp8": "mxfp8_e4m3",
 }
 

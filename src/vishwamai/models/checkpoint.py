@@ -28,10 +28,10 @@ from vishwamai.models.families import FAMILIES
 from vishwamai.models.gguf import LINK, model_directory, source_file
 from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, parameter_path, top_parameters
 from vishwamai.models.periods import segments
-from vishwamai.models.published import Computed, Decoded, Index, decode_index
+from vishwamai.models.published import Computed, Decoded, Index, check_settings, decode_index
 from vishwamai.models.shards import Stored, read_index
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage, parameter_sharding
-from vishwamai.models.tensors import Piece, piece
+from vishwamai.models.tensors import Piece, piece, single_experts
 from vishwamai.models.text_part import text_tensors
 from vishwamai.models.tied import end_name
 from vishwamai.models.values import read_json
@@ -85,7 +85,7 @@ def from_pretrained(
     used: set[str] = set()
 
     def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
-        pieces = [piece(config, name, parameter, layer) for layer in layers or (None,)]
+        pieces = [_piece(index, config, name, parameter, layer) for layer in layers or (None,)]
         stored = [_find(index, entry, parameter, directory) for entry in pieces]
         used.update(name for entry in pieces for name in entry.tensors)
         kind = jnp.float32 if parameter.float32 else dtype
@@ -137,7 +137,7 @@ def storages(directory: Path, config: ModelConfig) -> Callable[[str, Parameter, 
     index = _index(directory, KEEP, config)
 
     def find(name: str, parameter: Parameter, layer: int | None) -> Storage | None:
-        where = piece(config, name, parameter, layer)
+        where = _piece(index, config, name, parameter, layer)
         stored = _find(index, where, parameter, directory)
         return _storage(KEEP, parameter, [where], [stored], parameter_path(name, layer))
 
@@ -149,7 +149,8 @@ def is_quantized(directory: Path) -> bool:
     return quantization(directory) is not None
 
 
-_OTHER_QUANTIZERS = {"quanto_qmap.json": "optimum-quanto", "hf_quant_config.json": "modelopt"}
+_MODELOPT_FILE = "hf_quant_config.json"
+_QUANTO_FILE = "quanto_qmap.json"
 """Files that say how weights are quantized where `config.json` does not."""
 
 
@@ -168,12 +169,18 @@ def quantization(directory: Path) -> dict[str, Any] | None:
         raise ShapeError(
             f"{directory / 'config.json'}: `quantization_config` is {settings!r:.100}; expected an object."
         )
-    for name, method in _OTHER_QUANTIZERS.items():
-        if settings is None and (directory / name).exists():
-            raise UnsupportedError(
-                f"{directory / name}: the weights are quantized by {method}, which the loader does not read; load the "
-                "model that they were made from."
-            )
+    if settings is None and (directory / _QUANTO_FILE).exists():
+        raise UnsupportedError(
+            f"{directory / _QUANTO_FILE}: the weights are quantized by optimum-quanto, which the loader does not read; "
+            "load the model that they were made from."
+        )
+    if settings is None and (directory / _MODELOPT_FILE).exists():
+        settings = read_json(directory / _MODELOPT_FILE).get("quantization")
+        if not isinstance(settings, dict):
+            raise ShapeError(f"{directory / _MODELOPT_FILE}: `quantization` is {settings!r:.100}; expected an object.")
+        settings = {"quant_method": "modelopt", **settings}
+    if settings is not None:
+        check_settings(settings, str(directory / "config.json"))
     return settings
 
 
@@ -194,10 +201,12 @@ def _index(directory: Path, quantize: str | Storage | None, config: ModelConfig)
             f"from_pretrained: `quantize` is {KEEP!r}, but {source} has no `quantization_config`: its weights are "
             f"plain. Pass {', '.join(QUANTIZATIONS)} or None."
         )
-    index = text_tensors(read_index(directory))
+    stored = read_index(directory)
+    text = text_tensors({name: name for name in stored}).values()  # settings name modules as the files do
+    index = text_tensors(decode_index({name: stored[name] for name in text}, settings, str(source)))
     for part, name in FAMILIES[config.family].renamed.items():
         index = {key.replace(part, name): entry for key, entry in index.items()}
-    return decode_index(index, settings, str(source))
+    return index
 
 
 def _storage(
@@ -216,9 +225,7 @@ def _storage(
     tensors = [tensor for group in stored for tensor in group]
     storages: dict[Storage | None, str] = {}
     for name, tensor in zip(names, tensors):
-        if isinstance(tensor, Decoded):
-            tensor.check_representable()
-        storages[tensor.storage if isinstance(tensor, Decoded) else None] = name
+        storages[tensor.check_representable() if isinstance(tensor, Decoded) else None] = name
     if len(storages) > 1:
         forms = " and ".join(f"`{name}` as {storage or 'a plain array'}" for storage, name in storages.items())
         raise UnsupportedError(
@@ -271,6 +278,15 @@ def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[
             f"{index[left[0]].path}: tensor `{left[0]}` is not expected in a {config.family} model of "
             f"{directory / 'config.json'} ({len(left)} such tensors); the configuration does not describe the weights."
         )
+
+
+def _piece(index: Index, config: ModelConfig, name: str, parameter: Parameter, layer: int | None) -> Piece:
+    """Where a parameter lies in this checkpoint; quantized ones have experts apart that plain ones have together."""
+    where = piece(config, name, parameter, layer)
+    if where.tensors[0] in index:
+        return where
+    single = single_experts(where, name, parameter)
+    return single if single is not None and single.tensors[0] in index else where
 
 
 def _find(index: Index, where: Piece, parameter: Parameter, directory: Path) -> list[Stored | Decoded]:

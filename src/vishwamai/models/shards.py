@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -26,6 +27,7 @@ DTYPES: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "I64": np.int64,
     "I32": np.int32,
     "I16": np.int16,
@@ -144,6 +146,29 @@ def read_header(path: Path) -> dict[str, Stored]:
     Raises:
       ShapeError: as `read_index`.
     """
+    header, start, size = _header(path)
+    header.pop(_METADATA, None)
+    tensors = {name: _stored(path, name, entry, start, size) for name, entry in header.items()}
+    _check_apart(path, tensors)
+    return tensors
+
+
+@functools.lru_cache(maxsize=64)
+def read_metadata(path: Path) -> Mapping[str, Any]:
+    """The texts by name that the program that wrote a file put into its header.
+
+    Raises:
+      ShapeError: as `read_index`.
+    """
+    metadata = _header(path)[0].get(_METADATA)
+    return metadata if isinstance(metadata, dict) else {}
+
+
+_METADATA = "__metadata__"
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """A file's header, where the tensors begin, and the file's size."""
     try:
         if caches.is_special(path):  # to open a pipe would block
             raise ShapeError(f"{path}: it is not a regular file; expected a safetensors file.")
@@ -167,10 +192,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise ShapeError(f"{path}: the header is not JSON ({error}); download the file again.") from error
     if not isinstance(header, dict):
         raise ShapeError(f"{path}: the header is not an object of tensors; download the file again.")
-    header.pop("__metadata__", None)
-    tensors = {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
-    _check_apart(path, tensors)
-    return tensors
+    return header, 8 + length, size
 
 
 def _check_apart(path: Path, tensors: Mapping[str, Stored]) -> None:

@@ -98,6 +98,18 @@ def piece(config: ModelConfig, name: str, parameter: Parameter, layer: int | Non
     return Piece(names, entry.transpose, stacked, axis, start, step, total)
 
 
+def single_experts(where: Piece, name: str, parameter: Parameter) -> Piece | None:
+    """Where the weights of experts lie that a quantized checkpoint has one by one, as linear layers, while a plain one
+    has those of all experts in one tensor, gate and up side by side; None where that is not so.
+    """
+    stem, _, end = where.tensors[0].rpartition(".")
+    if where.stacked or end not in ("gate_up_proj", "down_proj") or not name.startswith("expert_"):
+        return None
+    projection = name.removeprefix("expert_")
+    names = tuple(f"{stem}.{i}.{projection}_proj.weight" for i in range(parameter.shape[0]))
+    return Piece(names, transpose=True, stacked=True)
+
+
 _BY_GROUP = {f"group_{name}": name for name in ("query", "key", "value")}
 """Parts of a tensor that holds, for one head of keys after the other, its queries, the key and the value."""
 

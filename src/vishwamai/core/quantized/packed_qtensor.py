@@ -5,7 +5,7 @@ whole of K, with 4 neighbours along K of a column side by side::
 
     int8: [panel][K / 4][column][4]      a byte is the value + 128
     int4: [panel][K / 8][column][4]      a byte is the value + 8 of neighbour i, and above it of neighbour i + 4
-    mxfp4: as int4, with the bits of the value in place of the value + 8
+    mxfp4, fp4_e2m1: as int4, with the bits of the value in place of the value + 8
     fp8_e4m3, mxfp8_e4m3: [panel][K][column], the bits of the value
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt8
 
 COLUMNS = 32  # of a panel
-KINDS = {"int8": 0, "int4": 1, "mxfp4": 2, "fp8_e4m3": 3, "mxfp8_e4m3": 3}
+KINDS = {"int8": 0, "int4": 1, "mxfp4": 2, "fp4_e2m1": 2, "fp8_e4m3": 3, "mxfp8_e4m3": 3}
 """How the kernels number the formats that they read (`Packing` of quantized.h)."""
 BITS = {name: bits(FORMATS[name].dtype) for name in KINDS}
 ACTIVATIONS = ("int8", "exact")

@@ -86,6 +86,7 @@ _QUANTIZED = (
     _quantized(
         "mxfp4 weight", ArrayInit((5, 80), "bfloat16"), (80, 100), (3, 100), "mxfp4", block_size=32, out_dtype="float32"
     ),
+    _quantized("e2m1 weight", ArrayInit((5, 80), "bfloat16"), (80, 100), (5, 100), "fp4_e2m1", block_size=16),
     _quantized("mxfp8 both", ArrayInit((24, 80), "int8", "integers"), (80, 100), (3, 100), "mxfp8_e5m2", block_size=32),
     _quantized("int4 weight in blocks", ArrayInit((3, 512), "bfloat16"), (512, 512), (16, 512), "int4", block_size=32),
 )
@@ -218,6 +219,7 @@ FACTS = Facts(
             "int8 weight in blocks": "blocks of K",
             "fp8 weight in blocks": "blocks of K",
             "mxfp4 weight": "blocks of K",
+            "e2m1 weight": "blocks of K",
             "mxfp8 both": "blocks of K",
             "int4 weight in blocks": "blocks of K",
         },
@@ -226,6 +228,7 @@ FACTS = Facts(
             "int8 weight in blocks": "blocks of K",
             "fp8 weight in blocks": "blocks of K",
             "mxfp4 weight": "blocks of K",
+            "e2m1 weight": "blocks of K",
             "mxfp8 both": "blocks of K",
             "int4 weight in blocks": "blocks of K",
             "float64": "`a` is float64",

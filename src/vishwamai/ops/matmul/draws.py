@@ -58,7 +58,7 @@ def dense(d: Sizes) -> Case:
 
 def quantized(d: Sizes) -> Case:
     m, n, k = d.size(), d.size(), d.size()
-    format = d.choose(("int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"))
+    format = d.choose(("int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp4", "fp4_e2m1"))
     mx = format.startswith("mx")
     block = 32 if mx else d.choose((None, 16, 32, 64, 128))
     groups = 1 if block is None else -(-k // block)

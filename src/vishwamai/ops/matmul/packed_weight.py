@@ -141,7 +141,7 @@ def pack_weight(
 
     Args:
       weight: `[K, N]`, or `[N, K]` with `transpose`: bfloat16, float32 or int8. On an instruction set without products
-        of int8 it is stored widened, to int16. Or a `QTensor` of int8, int4, mxfp4, fp8_e4m3 or
+        of int8 it is stored widened, to int16. Or a `QTensor` of int8, int4, fp4_e2m1, mxfp4, fp8_e4m3 or
         mxfp8_e4m3 with one scale for a column or for blocks of K (a multiple of 8); its panels are the same on every
         instruction set. It may have a leading axis of groups, for `grouped_gemm`, and serves `gated_linear_unit` too.
       transpose: the weight is stored with its contracted axis last.

@@ -75,6 +75,7 @@ _QUANTIZED = (
     _quantized("int8 weights in blocks that no tile divides", "int8", 20, "float32", out_dtype="bfloat16"),
     _quantized("fp8 weights in blocks and tiles", "fp8_e5m2", 16, matrix=(300, 256), tiles=128),
     _quantized("mxfp4 weights", "mxfp4", 32, batch=(2,), matrix=(100, 128)),
+    _quantized("e2m1 weights", "fp4_e2m1", 16, matrix=(100, 128)),
     _quantized("mxfp8 weights, float32 result", "mxfp8_e4m3", 32, out_dtype="float32"),
 )
 

@@ -17,7 +17,7 @@ from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
 def why_not(spec: GroupedSpec, target: Target) -> str | None:
     """The reason why this kernel cannot serve `spec`, or None."""
     if spec.operands.rhs_scale is not None:
-        return "`rhs` is a QTensor; `vishwamai.pack_weight(rhs)` of int8, int4, mxfp4 or e4m3 is what has a kernel."
+        return "`rhs` is a QTensor; `vishwamai.pack_weight(rhs)` of int8, int4, e2m1 or e4m3 is what has a kernel."
     return ffi.why_not(target)
 
 

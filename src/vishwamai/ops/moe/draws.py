@@ -28,7 +28,7 @@ def draw(d: Sizes) -> Case:
     if d.flag(4):
         options["out_dtype"] = "float32"
     if d.flag(4):
-        format = d.choose(("int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp4"))
+        format = d.choose(("int8", "int4", "fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp4", "fp4_e2m1"))
         mx = format.startswith("mx")
         block = 32 if mx else d.choose((None, 16, 32, 60, 128))
         blocks = 1 if block is None else -(-depth // block)

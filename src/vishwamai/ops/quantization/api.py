@@ -63,8 +63,9 @@ def quantize(
 
     Args:
       x: any floating array; computed in float32 (float64 for float64).
-      format: "int8", "int4", "fp8_e4m3" (or "fp8"), "fp8_e5m2", "mxfp8_e4m3" (or "mxfp8"), "mxfp8_e5m2", "mxfp4";
-        or a `CodeFormat` of your own, for weights `[..., K, N]` with axis=-2, to the nearest of its levels.
+      format: "int8", "int4", "fp8_e4m3" (or "fp8"), "fp8_e5m2", "fp4_e2m1" (or "fp4"), "mxfp8_e4m3" (or "mxfp8"),
+        "mxfp8_e5m2", "mxfp4"; or a `CodeFormat` of your own, for weights `[..., K, N]` with axis=-2, to the nearest of
+        its levels.
       axis: the axis along which numbers share a scale, -1 and -2 counting from the end; None gives one scale for the
         whole array.
       block_size: how many neighbours along `axis` share a scale; the last block may be shorter. The MX formats have 32.
