@@ -73,7 +73,7 @@ FORMS: Mapping[str, tuple[Form, ...]] = {
 """The forms of weights by `quant_method`, those with more tensors first."""
 
 _OF_ACTIVATIONS = tuple(
-    f".{name}_{kind}" for name in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")
+    f".{name}_{kind}" for name in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point", "global_scale")
 )
 """Endings of tensors that say how activations, keys and values are rounded."""
 
