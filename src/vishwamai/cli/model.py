@@ -65,6 +65,13 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     parser.add_argument("--max-sequences", type=int, default=sequences, metavar="N", help=f"at once ({sequences})")
     parser.add_argument("--mixed-tokens", type=int, metavar="N", help="tokens of a step that decodes too (a quarter)")
     parser.add_argument(
+        "--itl",
+        type=_milliseconds,
+        metavar="MS",
+        help="target time between two tokens of an answer while prompts are computed: steps that decode take as many "
+        "tokens of prompts as the measured times leave room for (--mixed-tokens of them)",
+    )
+    parser.add_argument(
         "--fit",
         action="store_true",
         help="choose the dtype of keys, the sequences and their length for the memory; --max-sequences, --max-length "
@@ -101,6 +108,17 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
     parser.add_argument(
         "--mesh", metavar="AXES", help='split over devices: "tensor=2", or "expert=4,tensor=2" for experts (one device)'
     )
+
+
+def _milliseconds(text: str) -> float:
+    """Seconds of a number of milliseconds."""
+    try:
+        seconds = float(text) / 1000
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of milliseconds above 0, such as 100")
+    return seconds
 
 
 def _gib(text: str) -> int:
@@ -221,6 +239,7 @@ def plan(arguments: argparse.Namespace, adapters: AdapterSizes | None = None) ->
         prefix_cache=arguments.prefix_cache,
         keep_packed=arguments.keep_packed,
         mixed_tokens=arguments.mixed_tokens,
+        token_seconds=arguments.itl,
         mesh=arguments.mesh,
         num_states=arguments.num_states,
         optimization=keys,

@@ -23,6 +23,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.inference.answers import Delta, Finish, Writer
 from vishwamai.inference.drafting import UNREAD
 from vishwamai.inference.masks import Masks
+from vishwamai.inference.pace import Pace
 from vishwamai.inference.programs import Programs
 from vishwamai.inference.requests import Branch, Request, Statistics
 from vishwamai.inference.sampling import NO_TOKEN, Sampled
@@ -49,7 +50,13 @@ class EngineCore:
         self.statistics = Statistics()
         self._branches: dict[Stream, Branch] = {}
         self._masks = Masks()
+        limits = scheduler.limits
+        self.pace = None
+        if limits.token_seconds is not None:
+            self.pace = Pace(limits.token_seconds, limits.mixed_sizes, limits.mixed)
+        self.clock = time.monotonic
         self._sent: Sent | None = None
+        self._sent_at = self._read_at = 0.0
         self._failures = 0
 
     @property
@@ -105,18 +112,20 @@ class EngineCore:
         if any(stream.synchronous for stream in self.scheduler.running):
             self._read()
         self._follow_grammars()
+        if self.pace is not None:
+            self.scheduler.mixed = self.pace.tokens
         plan = self.scheduler.schedule(time.monotonic(), self._guess)
         for stream in plan.expired:
             self._end(self._branches[stream], "deadline")
         self.statistics.preemptions += len(plan.preempted)
         works = {work: self._branches[work.stream].mask if work.samples else None for work in plan.works}
-        sent = None
+        sent, sent_at = None, self.clock()
         try:
             sent = self._send(plan, works) if works else None
         except Exception as error:
             self._failed((self._branches[work.stream] for work in works), error)
         self._read()
-        self._sent = sent
+        self._sent, self._sent_at = sent, sent_at
         if sent is None:
             self._masks.wait()  # all that is left to do
 
@@ -184,6 +193,7 @@ class EngineCore:
             self._failed((branch for _, branch, _ in sent.works), error)
             return
         self._failures = 0
+        self._measure(sent)
         for i, (work, branch, row) in enumerate(sent.works):
             if branch.stream.finished or not work.samples:
                 continue
@@ -192,6 +202,13 @@ class EngineCore:
             except Exception as error:  # of its text
                 _LOG.exception("an answer ends in an error")
                 self._end(branch, "error", _text(error))
+
+    def _measure(self, sent: Sent) -> None:
+        """Tells the pace how long a step took that was just read: it began when the one before it had ended."""
+        begin, self._read_at = max(self._sent_at, self._read_at), self.clock()
+        if self.pace is not None:
+            counts = [work.count - len(work.drafts) for work, _, _ in sent.works]
+            self.pace.record(sum(counts), self._read_at - begin, prompts=max(counts) > 1)
 
     def _hand_out(self, branch: Branch, guesses: Sequence[int], sampled: Sampled, row: int, drafts: int) -> None:
         """Hands out what a step drew for one answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
@@ -21,6 +22,8 @@ class Limits:
       aging: seconds by which one unit of priority moves a request forward.
       mixed_tokens: tokens in one step of prompts and decodes together, so that prompts hold decodes up by little; None:
         a quarter of `max_tokens`, or all of them where that leaves no room for prompts.
+      token_seconds: target time between two tokens of an answer while prompts are computed (`pace`): `mixed_tokens`
+        then holds for the first steps only; None: it holds for all.
       state_pages: pages of a long prompt after which its states are kept each time, in models with states.
     """
 
@@ -31,6 +34,7 @@ class Limits:
     aging: float = 10.0
     mixed_tokens: int | None = None
     state_pages: int = 64
+    token_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("max_sequences", "max_length", "page_size", "state_pages"):
@@ -41,7 +45,10 @@ class Limits:
                 f"Limits: `max_tokens` is {self.max_tokens}, but {self.max_sequences} decoding sequences need a token "
                 f"each; pass more than {self.max_sequences}, so that a step has room for prompts."
             )
-
+        if self.token_seconds is not None and not 0 < self.token_seconds < math.inf:
+            raise ShapeError(
+                f"Limits: `token_seconds` is {self.token_seconds}; pass a number of seconds above 0, or None."
+            )
         if not self.max_sequences < self.mixed <= self.max_tokens:
             raise ShapeError(
                 f"Limits: `mixed_tokens` is {self.mixed_tokens}; pass {self.max_sequences + 1} to {self.max_tokens}: "
@@ -55,6 +62,19 @@ class Limits:
             return self.mixed_tokens
         quarter = self.max_tokens // 4
         return quarter if quarter > self.max_sequences else self.max_tokens
+
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """Tokens of the steps that compute prompts, for which programs are compiled: a finer choice for a target time.
+
+        >>> Limits(max_sequences=8).mixed_sizes, Limits(max_sequences=8, token_seconds=0.1).mixed_sizes
+        ((32, 128, 512), (16, 32, 64, 128, 256, 512))
+        """
+        ratio = 4 if self.token_seconds is None else 2
+        sizes, tokens = {self.max_tokens, self.mixed}, self.mixed if ratio == 4 else self.max_tokens
+        while (tokens := tokens // ratio) > max(8, self.max_sequences):
+            sizes.add(tokens)
+        return tuple(sorted(sizes))
 
     @property
     def pages_per_sequence(self) -> int:

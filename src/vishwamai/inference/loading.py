@@ -221,6 +221,7 @@ def plan_load(
     memory: int | None = None,
     drafts: int = 0,
     mixed_tokens: int | None = None,
+    token_seconds: float | None = None,
     mesh: str | None = None,
     optimization: Optimization | Mapping[str, Any] | None = None,
     draft_model: str | Path | None = None,
@@ -236,7 +237,7 @@ def plan_load(
       dtype: dtype of the parameters.
       quantize: argument of `from_pretrained`; "keep" is for a draft model only where that is published quantized.
       kv_dtype: dtype of keys and values, a name of `pools.KV_DTYPES`; None: `dtype`.
-      max_sequences, max_tokens, mixed_tokens, page_size: fields of `Limits`.
+      max_sequences, max_tokens, mixed_tokens, token_seconds, page_size: fields of `Limits`.
       max_length: tokens of a sequence; None: the model's own, as far as the pages of `max_sequences` sequences of 4096
         tokens hold one. With a draft model or layers with a window: at most 4096.
       memory: bytes that all may take; None: 90 % of what is available.
@@ -277,7 +278,14 @@ def plan_load(
             f"max_length is {max_length}, but {directory / 'config.json'} describes a model of {config.max_positions} "
             "positions; pass no more."
         )
-    limits = Limits(max_sequences, max(max_tokens, max_sequences + 1), max_length, page_size, mixed_tokens=mixed_tokens)
+    limits = Limits(
+        max_sequences,
+        max(max_tokens, max_sequences + 1),
+        max_length,
+        page_size,
+        mixed_tokens=mixed_tokens,
+        token_seconds=token_seconds,
+    )
     kv_dtype = kv_dtype or dtype
     stored = kv_dtype_of(kv_dtype)
     devices = None if mesh is None else serving_mesh(mesh)

@@ -55,7 +55,7 @@ class Tables(dict[str, Any]):
 
 def step_shapes(limits: Limits, drafts: int = 0) -> tuple[StepShape, ...]:
     """The shapes of every step: decodes of 1, 2, 4, ... sequences, guesses for as many, prompts alone, and mixed steps
-    of their budget, a quarter of it ...
+    of `Limits.mixed_sizes`.
 
     >>> [(s.tokens, s.sequences) for s in step_shapes(Limits(max_sequences=3, max_tokens=128))]
     [(1, 1), (2, 2), (3, 3), (32, 3), (128, 3)]
@@ -65,11 +65,7 @@ def step_shapes(limits: Limits, drafts: int = 0) -> tuple[StepShape, ...]:
     shapes = [StepShape(n, n, n, 1) for n in counts]
     if drafts:
         shapes += checking_shapes(limits, drafts)
-    mixed = {limits.max_tokens, limits.mixed}
-    tokens = limits.mixed
-    while (tokens := tokens // 4) > max(8, most):
-        mixed.add(tokens)
-    shapes += [StepShape(n, most, most, n) for n in mixed]
+    shapes += [StepShape(n, most, most, n) for n in limits.mixed_sizes]
     return tuple(sorted(shapes))
 
 

@@ -140,6 +140,7 @@ class Scheduler:
         num_states: int = 0,
     ):
         self.limits = limits
+        self.mixed = limits.mixed  # tokens of a step in which any sequence decodes
         self.switch = switch
         self.pool = pool
         self.windows = WindowPages(rings or {}, limits.max_sequences, limits.page_size, pool.shared)
@@ -188,7 +189,7 @@ class Scheduler:
             self._preempt(stream, counts, preempted)
         ready = [s for s in self.running if s.remaining and not s.blocked and not (s.synchronous and s.in_flight)]
         decodes = any(stream.remaining == 1 for stream in ready)
-        budget = self.limits.mixed if decodes else self.limits.max_tokens
+        budget = self.mixed if decodes else self.limits.max_tokens
         for stream in sorted(ready, key=lambda s: (s.remaining > 1, s.rank)):
             count = self._chunk(stream, budget - sum(counts.values()))
             if stream.slot is not None and count and self._grow(stream, stream.computed + count, counts, preempted):

@@ -65,6 +65,10 @@ class Metrics:
             "prefix_cached_share": ("share of the prompts' tokens that the prefix cache had", statistics.cached_share),
             "guesses_accepted_share": ("share of the guesses that were right", statistics.accepted_share),
         }
+        gauges["mixed_tokens"] = ("most tokens of a step that decodes too, at present", scheduler.mixed)
+        if (pace := engine.core.pace) is not None:
+            gauges["between_tokens_target_seconds"] = ("target time of such a step", pace.target)
+            gauges["mixed_step_expected_seconds"] = ("its expected time", pace.seconds(pace.tokens))
         if (states := scheduler.states) is not None:
             gauges |= {
                 "states": ("slots of states", states.num_states),
