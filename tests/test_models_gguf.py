@@ -17,11 +17,15 @@ from models_peer import Peer
 from serving import serving
 from vishwamai import ShapeError, UnsupportedError
 from vishwamai.cli import main
+from vishwamai.core.qtensor import QTensor
 from vishwamai.inference import Settings, plan_load
 from vishwamai.models import from_pretrained, read_config, read_generation_config, read_tokenizer
+from vishwamai.models.checkpoint import named_parameters
 from vishwamai.models.gguf import LINK, model_directory
 from vishwamai.models.gguf_blocks import BLOCK_TYPES, decoded
-from vishwamai.models.gguf_container import read_container
+from vishwamai.models.gguf_container import BlockTensor, read_container
+from vishwamai.models.gguf_parts import block_weights
+from vishwamai.models.published import Decoded
 
 gguf = pytest.importorskip("gguf")
 
@@ -179,6 +183,51 @@ def test_the_tokenizer_of_a_sentencepiece_file_is_the_published_one() -> None:
         ids = published.encode(text)
         assert gemma.decode(ids) == published.decode(ids)
     assert gemma.special["bos_token"] == "<bos>"
+
+
+@pytest.mark.parametrize("number", [number for number, kind in BLOCK_TYPES.items() if kind.numbers > 1])
+def test_blocks_in_their_own_numbers(number: int, tmp_path: Path) -> None:
+    kind, draw = BLOCK_TYPES[number], np.random.default_rng(number)
+    data = draw.integers(0, 256, (96, kind.bytes)).astype(np.uint8)
+    for start in {"Q6_K": (208,), "MXFP4": (), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}.get(kind.name, (0, 2)):
+        data[:, start : start + 2] = draw.normal(size=(96, 1)).astype(np.float16).view(np.uint8)
+    if kind.name == "MXFP4":
+        data[:, 0] = draw.integers(100, 140, 96)
+    (tmp_path / "blocks").write_bytes(data.tobytes())
+    shape = (32, 3 * kind.numbers)
+    tensor = BlockTensor(tmp_path / "blocks", 0, shape, kind, change=lambda rows: rows[::-1])
+    weight = block_weights({"a": tensor})["a"]
+    assert isinstance(weight, Decoded) and weight.shape == shape
+    np.testing.assert_array_equal(weight.read(), tensor.read())
+    if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+        with pytest.raises(UnsupportedError, match=f"is in {kind.name}, whose numbers are not a value times a scale"):
+            weight.check_representable()
+        return
+    values, scales = (jnp.asarray(np.ascontiguousarray(part.read().T)) for part in weight.quantized_parts())
+    held = weight.check_representable().tensor(values, scales)
+    np.testing.assert_array_equal(held.dequantize().T, tensor.read())
+
+
+def test_a_file_is_held_in_its_own_numbers(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    peer = Peer("Llama", {**sizes, "num_hidden_layers": 1, "vocab_size": 64}).save(tmp_path / "plain")
+    path = write(tmp_path / "a.gguf", "llama", peer, {"add_rope_dimension_count": 16}, "Q8_0")
+    plain, held = (from_pretrained(path, dtype=jnp.float32, quantize=how) for how in (None, "keep"))
+    formats = set()
+    for (name, *_, expected), (*_, value) in zip(named_parameters(plain), named_parameters(held)):
+        formats.add(value.format if isinstance(value, QTensor) else None)
+        found = value.dequantize() if isinstance(value, QTensor) else value
+        np.testing.assert_array_equal(found, expected, err_msg=name)
+    assert formats == {None, "int8"}
+    load = plan_load(path, quantize="keep", max_length=16, max_sequences=1, dtype="float32")
+    assert "in its published numbers" in str(load)
+    assert load.weights < plan_load(path, max_length=16, max_sequences=1, dtype="float32").weights
+    path = write(tmp_path / "b.gguf", "llama", peer, {"add_rope_dimension_count": 16}, "Q4_1")
+    error = "is in Q4_1, whose numbers are not a value times a scale, which no"
+    with pytest.raises(UnsupportedError, match=error):
+        from_pretrained(path, quantize="keep")
+    with pytest.raises(UnsupportedError, match=error):
+        plan_load(path, quantize="keep", max_length=16, max_sequences=1)
 
 
 @pytest.mark.long

@@ -12,7 +12,8 @@ from test_training import LLAMA, MIXTRAL, small, tensors
 from test_training_mesh import assert_equal_runs, settings
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
-from vishwamai.models import Decoder, ModelConfig, from_pretrained, save_pretrained
+from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config, save_pretrained
+from vishwamai.models.adapters import read_adapter
 from vishwamai.models.checkpoint import quantized
 from vishwamai.training.config import LoraSection, MeshSection
 from vishwamai.training.job import make_job
@@ -181,6 +182,19 @@ def test_kept_weights_train_as_the_plain_ones(tmp_path, name):
     assert not any(isinstance(x, QTensor) for x in jax.tree.leaves(merged, is_leaf=lambda x: isinstance(x, QTensor)))
     before, after = tensors(tmp_path / "plain-run"), tensors(tmp_path / "one")
     assert before.keys() == after.keys()
+
+
+def test_a_run_leaves_its_adapter_in_the_form_of_peft(tmp_path):
+    begin = start(tmp_path, WIDE)
+    list(train(adapting(tmp_path, begin, steps=1, evaluation={}), tmp_path / "run"))
+    config = read_config(tmp_path / "run" / "model")
+    base, merged = (from_pretrained(folder, dtype="float32") for folder in (begin, tmp_path / "run" / "model"))
+    adapter = read_adapter(tmp_path / "run" / "adapter", config)
+    assert len(adapter) == 7 * config.num_layers
+    for (layer, name), (down, up) in adapter.items():
+        before, after = (getattr(model.layers[layer], name).get_value() for model in (base, merged))
+        assert jnp.abs(down @ up).max() > 0
+        assert jnp.allclose(before + down @ up, after, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.families import FAMILIES
-from vishwamai.models.gguf import LINK, model_directory, source_file
+from vishwamai.models.gguf import LINK, model_directory
+from vishwamai.models.gguf_parts import block_weights
 from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, parameter_path, top_parameters
 from vishwamai.models.periods import segments
 from vishwamai.models.published import Computed, Decoded, Index, check_settings, decode_index
@@ -145,8 +146,8 @@ def storages(directory: Path, config: ModelConfig) -> Callable[[str, Parameter, 
 
 
 def is_quantized(directory: Path) -> bool:
-    """Whether a checkpoint is published quantized."""
-    return quantization(directory) is not None
+    """Whether a checkpoint is published quantized, or is a GGUF file, whose blocks are."""
+    return quantization(directory) is not None or (directory / LINK).exists()
 
 
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -191,19 +192,15 @@ def _index(directory: Path, quantize: str | Storage | None, config: ModelConfig)
         )
     source = directory / "config.json"
     settings = quantization(directory)
-    if quantize == KEEP and settings is None and (directory / LINK).exists():
-        raise UnsupportedError(
-            f"from_pretrained: `quantize` is {KEEP!r}, but the blocks of {source_file(directory)} are decoded; pass "
-            f"{', '.join(QUANTIZATIONS)} or None."
-        )
-    if quantize == KEEP and settings is None:
+    if quantize == KEEP and not is_quantized(directory):
         raise ShapeError(
             f"from_pretrained: `quantize` is {KEEP!r}, but {source} has no `quantization_config`: its weights are "
             f"plain. Pass {', '.join(QUANTIZATIONS)} or None."
         )
     stored = read_index(directory)
     text = text_tensors({name: name for name in stored}).values()  # settings name modules as the files do
-    index = text_tensors(decode_index({name: stored[name] for name in text}, settings, str(source)))
+    decoded = decode_index({name: stored[name] for name in text}, settings, str(source))
+    index = text_tensors(block_weights(decoded) if quantize == KEEP else decoded)
     for part, name in FAMILIES[config.family].renamed.items():
         index = {key.replace(part, name): entry for key, entry in index.items()}
     return index

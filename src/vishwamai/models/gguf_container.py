@@ -44,8 +44,8 @@ class BlockTensor:
         """Its size."""
         return math.prod(self.shape) // self.kind.numbers * self.kind.bytes
 
-    def read(self) -> np.ndarray:
-        """The numbers, float32.
+    def blocks(self) -> np.ndarray:
+        """The blocks as they are stored, uint8 `[blocks, bytes]`.
 
         Raises:
           ShapeError: the file became shorter than its header says.
@@ -54,7 +54,15 @@ class BlockTensor:
             data = np.memmap(self.path, np.uint8, "r", self.offset, (self.bytes,))
         except (OSError, ValueError) as error:
             raise ShapeError(f"{self.path}: a tensor cannot be read ({error}); download the file again.") from error
-        numbers = decoded(self.kind, data).reshape(self.shape)
+        return data.reshape(-1, self.kind.bytes)
+
+    def read(self) -> np.ndarray:
+        """The numbers, float32.
+
+        Raises:
+          ShapeError: as `blocks`.
+        """
+        numbers = decoded(self.kind, self.blocks()).reshape(self.shape)
         return numbers if self.change is None else self.change(numbers)
 
 

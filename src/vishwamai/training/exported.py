@@ -6,14 +6,22 @@ What a run started from has these files; a fine-tuned model keeps them, so that 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vishwamai.core import caches
+from vishwamai.core.errors import UnsupportedError
 from vishwamai.models import read_generation_config, save_pretrained
+from vishwamai.models.adapter_files import write_adapter
+from vishwamai.models.adapters import Place, Thin
+from vishwamai.models.periods import segments
 from vishwamai.models.values import read_json
 from vishwamai.training.chat import CHAT_TEMPLATE, end_of_text, tokenizer_file, tokenizer_settings
-from vishwamai.training.config import TrainConfig
+from vishwamai.training.config import LoraSection, TrainConfig
 from vishwamai.training.model import ModelParts, Tree
 
 if TYPE_CHECKING:
@@ -31,6 +39,37 @@ def export(parts: ModelParts, params: Tree, files: dict[str, str], folder: Path)
     for name, text in files.items():
         with caches.writing(folder / name, "train"):
             caches.write(folder / name, text)
+
+
+def export_adapter(
+    parts: ModelParts, adapters: Mapping[str, Mapping[str, Any]], section: LoraSection, base: str | None, folder: Path
+) -> None:
+    """Writes the adapters in the form of the library peft, where it has one for them.
+
+    Args:
+      adapters: `down` and `up` by path, as `lora.initial_adapters`.
+      base: `model.start_from`.
+
+    Raises:
+      DeviceError: a file cannot be written.
+    """
+    places = [
+        segment.layers(place)
+        for segment in segments(parts.config, parts.stacked)
+        for place in range(len(segment.kinds))
+    ]
+    matrices: dict[Place, Thin] = {}
+    for path, adapter in adapters.items():
+        _, number, name = path.split("/")
+        layers = places[int(number)]
+        pair = tuple(np.asarray(adapter[half]) for half in ("down", "up"))
+        for i, layer in enumerate(layers):
+            down, up = pair if len(layers) == 1 else (half[i] for half in pair)
+            matrices[layer, name] = down, up
+    try:
+        write_adapter(folder, parts.config, matrices, section.alpha, base)
+    except UnsupportedError as error:
+        logging.getLogger(__name__).warning("%s: there is no adapter of this run: %s", folder, error)
 
 
 def files_next_to_weights(config: TrainConfig, tokenizer: Tokenizer, data: Path) -> dict[str, str]:

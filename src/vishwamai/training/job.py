@@ -18,7 +18,7 @@ from vishwamai.core.hardware import tpu_for
 from vishwamai.measure.program import program_bytes
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.data import Batch, Corpus, prepare, training_batches
-from vishwamai.training.exported import export, files_next_to_weights
+from vishwamai.training.exported import export, export_adapter, files_next_to_weights
 from vishwamai.training.facts import RunFacts, run_facts
 from vishwamai.training.flops import flops_per_token, peak_flops
 from vishwamai.training.lora import attach, initial_adapters, merge_adapters
@@ -118,6 +118,7 @@ class TrainingJob:
     def export(self, params: Tree) -> None:
         """Writes the parameters, in Hugging Face's form, into the run's directory."""
         frozen, section = self.frozen, self.config.lora
+        thin = None if frozen is None else on_host(self.unplace(params))
 
         def merged(params: Tree, frozen: Tree) -> Tree:
             return merge_adapters(attach(section, frozen, params))
@@ -126,7 +127,10 @@ class TrainingJob:
             places = self.layout.shardings(jax.eval_shape(merged, params, frozen))
             params = jax.jit(merged, out_shardings=places)(params, frozen)
         host = on_host(self.unplace(params))
-        first_alone(lambda: export(self.program.shapes.parts, host, self.files, self.folder / "model"))
+        parts, base = self.program.shapes.parts, self.config.model.start_from
+        first_alone(lambda: export(parts, host, self.files, self.folder / "model"))
+        if thin is not None:
+            first_alone(lambda: export_adapter(parts, thin, section, base, self.folder / "adapter"))
 
 
 def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState]:
