@@ -35,11 +35,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def matrices(config: ModelConfig, rank: int = 3) -> dict[Place, Thin]:
     """Adapters of every product of the layers that is one matrix."""
     draw = np.random.default_rng(0)
+
+    def random_pair(rows: int, columns: int) -> Thin:
+        pair = (draw.normal(size=shape).astype(np.float32) * 0.1 for shape in ((rows, rank), (rank, columns)))
+        return next(pair), next(pair)
+
     return {
-        (layer, name): tuple(
-            draw.normal(size=shape).astype(np.float32) * 0.1
-            for shape in ((parameter.shape[0], rank), (rank, parameter.shape[1]))
-        )
+        (layer, name): random_pair(*parameter.shape)
         for layer, kind in enumerate(config.layers)
         for name, parameter in kind.parameters(config).items()
         if parameter.matrix and len(parameter.shape) == 2
@@ -50,7 +52,7 @@ def matrices(config: ModelConfig, rank: int = 3) -> dict[Place, Thin]:
 def test_peft_loads_what_we_write(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {k: v for k, v in FAMILIES[family].items() if not (family == "Falcon" and k == "num_key_value_heads")}
-    base = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes)).eval()
+    base: Any = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**sizes)).eval()
     base.save_pretrained(tmp_path / "base")
     config = read_config(tmp_path / "base")
     thin = matrices(config)
