@@ -442,6 +442,32 @@ def test_a_layer_weights_inputs_and_reads_tokens_of_the_router():
         moe_layer(tokens, *weights, router_tokens=scored[:3])
 
 
+def test_sparsemixer_routes_as_transformers_does():
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("transformers.models.phimoe.modeling_phimoe").sparsemixer
+    import vishwamai.torch as vt
+
+    tokens, router = draw(64, 6), draw(6, 8, seed=3)
+    options = {"scoring": "sparsemixer", "normalize": False, "margin": 0.6}
+
+    def mixed(router):
+        return jnp.sum(moe_routing(tokens, router, **options).weights * draw(64, 2, seed=4))
+
+    wide = torch.tensor(router, requires_grad=True)
+    weights, experts = theirs(torch.tensor(tokens) @ wide, 0.3, False)
+    for routing in (
+        moe_routing(tokens, router, **options),
+        vt.moe_routing(torch.tensor(tokens), wide.detach(), **options),
+    ):
+        np.testing.assert_array_equal(np.asarray(routing.experts), experts)
+        np.testing.assert_allclose(routing.weights, weights.detach(), atol=1e-6)
+    (weights * torch.tensor(draw(64, 2, seed=4))).sum().backward()
+    np.testing.assert_allclose(jax.grad(mixed)(router), wide.grad, atol=1e-5)
+    for extra, text in (({"bias": jnp.zeros(8)}, "leave out `bias`"), ({"margin": -1.0}, "`margin` is -1.0")):
+        with pytest.raises(ShapeError, match=text):
+            moe_routing(tokens, router, **{**options, **extra})
+
+
 EXCHANGES = {
     "one axis": ((8,), ("x",), "x", {}),
     "two axes": ((2, 4), ("slice", "x"), ("slice", "x"), {}),

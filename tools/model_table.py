@@ -68,6 +68,10 @@ def layers(family: Family) -> list[str]:
         "layer norms": "layer_norm" in fields,
         "attention and feed-forward network in parallel": bool(parallel),
         "a norm of embeddings": "embedding_norm" in fields,
+        "keys and values shared between layers": "num_kv_shared_layers" in reads,
+        "per-layer embeddings": "layer_embedding.size" in fields,
+        "several streams (AltUp)": "altup.count" in fields,
+        "sparse activations": "activation_sparsity_pattern" in reads,
         "no gate": isinstance(family.feed_forward, Ungated),
         "soft-caps": "final_logit_softcap" in fields,
         "sinks": bool(fields & {"sinks", "sliding_attention.sinks"}),
@@ -77,6 +81,7 @@ def layers(family: Family) -> list[str]:
         "groups of experts": "experts.num_groups" in fields,
         "shared experts": bool(fields & {"experts.shared", "experts.shared_size"}),
         "sigmoid routing": family.fields.get("experts.method") in ("noaux_tc", "sigmoid"),
+        "a sparse mixer": family.fields.get("experts.method") == "sparsemixer",
         "experts next to a dense network": isinstance(family.mixture, GatedAndMixture),
         "weights on the experts' input": "experts.weight_inputs" in fields,
     }

@@ -82,7 +82,7 @@ def attend_pages(
     config: ModelConfig,
     window: int | None,
     query: Float[Array, "1 tokens heads head_dim"],
-    key: Float[Array, "1 tokens kv_heads head_dim"],
+    key: Float[Array, "1 tokens kv_heads head_dim"] | None,
     value: Float[Array, "1 tokens kv_heads head_dim"] | None,
     sinks: Float[Array, " heads"] | None,
     batch: PagedBatch,
@@ -94,7 +94,8 @@ def attend_pages(
     """Attention of new tokens over pages, which get their keys and values first.
 
     Args:
-      config, window, query, key, sinks: those of `attend_sequences`, of the new tokens.
+      config, window, query, sinks: those of `attend_sequences`, of the new tokens.
+      key: keys of the new tokens; None where the pages have theirs.
       value: values of the new tokens; None where `key` is a latent row.
       batch: the sequences.
       pages: the pool of the layer's group, an array or `QuantizedPages`.
@@ -114,7 +115,9 @@ def attend_pages(
         pool = pages.pool
         layer = first_page // (pool.shape[0] // pages.k_scale.shape[0])
         scales = {"k_scale": pages.k_scale[layer], "v_scale": pages.v_scale[layer]}
-    if value is None:
+    if key is None:
+        pass
+    elif value is None:
         pool = vishwamai.update_pages(pool, key[0, :, 0], None, *tables, **scales)
     else:
         pool = vishwamai.update_pages(pool, key[0], value[0], *tables, **scales)

@@ -268,7 +268,8 @@ def _check_unused(config: ModelConfig, directory: Path, index: Index, used: set[
     left = sorted(n for n in index if n not in used | ignored and not n.endswith(_BUFFERS))
     if config.latent is not None or (config.experts is not None and config.experts.method == "noaux_tc"):
         left = [n for n in left if not n.startswith(extra)]
-    left = [n for n in left if not n.startswith(FAMILIES[config.family].unread)]
+    unread = {name.replace("{layer}", str(i)) for i, kind in enumerate(config.layers) for name in kind.mixer.unread}
+    left = [n for n in left if not n.startswith((*FAMILIES[config.family].unread, *unread))]
     left = [n for n in left if not (".shared_experts." in n and 0 in index[n].shape)]  # of `n_shared_experts: 0`
     if left:
         raise ShapeError(

@@ -15,11 +15,14 @@ from typing import Any
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.families import FAMILIES, IDLE, IGNORED, Family
+from vishwamai.models.families.family import MOST_LAYERS
 from vishwamai.models.gguf import model_directory
 from vishwamai.models.layer_kinds import read_layers, write_layers
+from vishwamai.models.layers.altup import AltUp
 from vishwamai.models.layers.latent import Latent
 from vishwamai.models.layers.layer import LayerKind
 from vishwamai.models.layers.mixture import Experts
+from vishwamai.models.parameters import LayerEmbedding
 from vishwamai.models.text_part import text_values
 from vishwamai.models.tied import has_own_head
 from vishwamai.models.values import check_value, read_json
@@ -35,7 +38,9 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
 }
 _LEAST = {
+    "altup.active": 0,
     "dense_layers": 0,
+    "experts.margin": 0,
     "experts.shared": 0,
     "initializer_range": 0,
     "linear_attention.least_step": 0,
@@ -43,7 +48,7 @@ _LEAST = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), -1),
 }
 """Fields whose numbers may be 0, or -1 for no token; the others are above 0."""
-_MOST = {"num_layers": 10_000, "experts.count": 100_000}
+_MOST = {"num_layers": MOST_LAYERS, "experts.count": 100_000}
 """Counts that would take memory before a weight is read, and what no model exceeds."""
 
 
@@ -96,6 +101,8 @@ class ModelConfig:
         (EmbeddingGemma).
       experts: the mixture of experts, or None; the first `dense_layers` layers have none.
       latent: latent attention, or None.
+      layer_embedding: per-layer embeddings, or None.
+      altup: the streams that layers predict and correct, or None for one stream.
 
     >>> config = ModelConfig.from_dict({
     ...     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
@@ -162,6 +169,8 @@ class ModelConfig:
     bidirectional: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
+    layer_embedding: LayerEmbedding | None = None
+    altup: AltUp | None = None
     dense_layers: int = 0
 
     def __post_init__(self) -> None:
@@ -169,6 +178,11 @@ class ModelConfig:
             raise ShapeError(
                 f"ModelConfig: `num_key_value_heads` is {self.num_kv_heads}; latent attention has keys for each of "
                 f"`num_attention_heads` = {self.num_heads}. Leave it out."
+            )
+        if self.altup is not None and self.altup.active >= self.altup.count:
+            raise ShapeError(
+                f"ModelConfig: `altup_active_idx` is {self.altup.active}; expected one of `altup_num_inputs` = "
+                f"{self.altup.count} streams, counted from 0."
             )
         if len(self.layers) != self.num_layers:
             raise ShapeError(
@@ -277,7 +291,9 @@ class ModelConfig:
                 name = str(family.defaults.get(key))
                 values[key] = name if _ACTIVATIONS.get(name) == value else names[str(value)]
         for key, (field, meanings) in family.choices.items():
-            values[key] = next(value for value, meaning in meanings.items() if meaning == getattr(self, field))
+            outer, _, inner = field.partition(".")
+            value = getattr(self._section(outer) if inner else self, inner or outer)
+            values[key] = next(choice for choice, meaning in meanings.items() if meaning == value)
         further = {} if family.further is None else family.further(self)
         return {**values, **write_layers(self.layers, family), **further}
 
@@ -371,7 +387,12 @@ def _check_counts(family: Family, fields: Mapping[str, Any], source: str) -> Non
         raise ShapeError(f"{source}: {chosen}; expected {count} at most.")
 
 
-_SECTIONS: Mapping[str, type] = {"experts": Experts, "latent": Latent}
+_SECTIONS: Mapping[str, type] = {
+    "altup": AltUp,
+    "experts": Experts,
+    "latent": Latent,
+    "layer_embedding": LayerEmbedding,
+}
 """Fields of `ModelConfig` that have fields of their own."""
 
 

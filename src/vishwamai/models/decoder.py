@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,11 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 import vishwamai
-from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.errors import ShapeError
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import final_norm, in_dtype, norm
+from vishwamai.models.blocks import final_norm, in_dtype
 from vishwamai.models.config import ModelConfig
+from vishwamai.models.inputs import embedded, layer_inputs
+from vishwamai.models.layers.altup import first_streams, last_stream
 from vishwamai.models.layers.feed_forward import ExpertLoad
 from vishwamai.models.layers.layer import layer
 from vishwamai.models.layers.mixer import Rows, Step
@@ -207,80 +208,27 @@ class Decoder(nnx.Module):
         axes = tokens.axes if isinstance(tokens, Rows) else ONE_DEVICE
         top = self.top_arrays()
         x = embedded(self.config, top, ids, self.dtype, axes, tokens.positions)
-        carry, states, start = (x, jnp.zeros_like(x)), [], 0
+        inputs = layer_inputs(self.config, top, ids, x, axes)
+        if self.config.altup is not None:
+            x = first_streams(self.config, top, x)
+        carry, states, start = (x, jnp.zeros_like(x), {}), [], 0
         loads: list[ExpertLoad | None] = []
         periods: dict[Any, Callable[..., Any]] = {}
         for segment in segments(self.config, self.stacked):
             end = start + len(segment.kinds)
             group = [layers.arrays() for layers in self.layers[start:end]]
             part = None if pools is None else tuple(pools[start:end])
-            carry, part, load = run_segment(self.config, segment, group, carry, tokens, part, wrap, periods, token_mask)
+            carry, part, load = run_segment(
+                self.config, segment, group, carry, tokens, part, wrap, periods, token_mask, inputs
+            )
             states += part or ()
             loads += load
             start = end
-        hidden = final_norm(self.config, top, carry[1], residual=carry[0])
+        stream, delta, _ = carry
+        if self.config.altup is not None:
+            stream, delta = last_stream(self.config, top, stream + delta), None
+        hidden = final_norm(self.config, top, stream) if delta is None else final_norm(self.config, top, delta, stream)
         return hidden, tuple(states), tuple(loads)
-
-
-def embedded(
-    config: ModelConfig,
-    arrays: Mapping[str, Any],
-    tokens: Any,
-    dtype: Any,
-    axes: MeshAxes = ONE_DEVICE,
-    positions: Any = None,
-) -> Any:
-    """The input of the first layer, `[batch, seq, hidden]`.
-
-    Args:
-      config: the model.
-      arrays: the parameters outside of the layers by name.
-      tokens: `[batch, seq]`, ids in the vocabulary.
-      dtype: dtype of activations.
-      axes: mesh axes over which the model is split, inside `shard_map`.
-      positions: `[batch, seq]`, for a learned table of positions; None counts every row from 0.
-    """
-    x = _rows(arrays["embed"], tokens, dtype, axes)
-    if config.embedding_multiplier != 1.0:
-        x = x * jnp.asarray(config.embedding_multiplier, dtype)
-    if config.learned_positions:
-        if axes.features is not None:
-            raise UnsupportedError(
-                f"{config.family}: a learned table of positions is not split by features; set mesh.fsdp=1."
-            )
-        if positions is None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        places = jnp.broadcast_to(positions, tokens.shape) + config.position_offset
-        x = x + _rows(arrays["positions"], places, dtype, ONE_DEVICE)
-    if config.embedding_norm:
-        x = norm(config, x, arrays["embed_norm"], bias=arrays.get("embed_norm_bias"))
-    return x * jnp.asarray(config.hidden_size**0.5, dtype) if config.scale_embeddings else x
-
-
-def _rows(table: Any, tokens: Any, dtype: Any, axes: MeshAxes) -> Any:
-    """Rows of the embedding table; on explicit mesh axes they are split as the tokens are."""
-    if isinstance(table, PackedQTensor):
-        return table.columns(tokens).astype(dtype)
-    if axes.features is not None:
-        return _exchanged_rows(table, tokens, dtype, axes)
-    if axes.tensor is not None:  # each token's row is on one device
-        tokens = tokens - jax.lax.axis_index(axes.tensor) * table.shape[0]
-        local = (tokens >= 0) & (tokens < table.shape[0])
-        return axes.total(jnp.where(local[..., None], table[jnp.where(local, tokens, 0)].astype(dtype), 0))
-    if jax.typeof(table).sharding.mesh.are_all_axes_auto or jax.typeof(table).sharding.mesh.empty:
-        return table[tokens].astype(dtype)
-    spec = tuple(jax.typeof(tokens).sharding.spec)
-    spec += (None,) * (tokens.ndim + 1 - len(spec))
-    return table.at[tokens].get(out_sharding=jax.sharding.PartitionSpec(*spec)).astype(dtype)
-
-
-def _exchanged_rows(table: Any, tokens: Any, dtype: Any, axes: MeshAxes) -> Any:
-    """Rows of a table whose features are split over devices with tokens of their own: each device reads its features of
-    all their tokens, and sends every device those of its tokens. The gradient takes the same way back.
-    """
-    everyone = jax.lax.all_gather(tokens, axes.features)
-    parts = _rows(table, everyone, dtype, dataclasses.replace(axes, features=None))
-    return jax.lax.all_to_all(parts, axes.features, 0, parts.ndim - 1, tiled=True)[0]
 
 
 def run_segment(
@@ -293,6 +241,7 @@ def run_segment(
     wrap: Callable[..., Any],
     periods: dict[Any, Callable[..., Any]] | None = None,
     token_mask: Any = None,
+    inputs: Any = None,
 ) -> tuple[Any, tuple[Any, ...] | None, tuple[ExpertLoad | None, ...]]:
     """The layers of one segment: in turn, or by a scan over its periods, with the pools in the scan's carry, so that
     they are written in place.
@@ -301,38 +250,46 @@ def run_segment(
       config: the model.
       segment: its layers.
       group: parameters by name for each of its kinds, with a leading axis where the segment repeats.
-      carry: (stream, delta), as of `layer`.
+      carry: (stream, delta, memory), as of `layer`.
       tokens: whole sequences, or the new tokens of a step.
       pools: states for each of its kinds; None for whole sequences.
       wrap: function that is applied to the function of one period.
       periods: wrapped functions of earlier segments with the same other arguments, by what they depend on; it gets this
         one's. Segments of the same kinds then share one function, which JAX traces once.
       token_mask: mask of `FeedForward`.
+      inputs: result of `layer_inputs`.
 
     Returns:
       The next carry, the pools, and the load of the experts of each kind.
     """
 
-    def period(carry: Any, pools: Any, group: Any, index: Any) -> tuple[Any, Any, Any]:
+    def period(carry: Any, pools: Any, group: Any, turn: Any) -> tuple[Any, Any, Any]:
         states, loads = [], []
+        index, features = turn
         for place, kind in enumerate(segment.kinds):
             pool = None if pools is None else pools[place]
             first = 0 if pool is None else first_entry(pool, index, segment.repeats)
-            carry, pool, load = layer(config, kind, group[place], carry, tokens, pool, first, token_mask)
+            carry, pool, load = layer(
+                config, kind, group[place], carry, tokens, pool, first, token_mask, features and features[place]
+            )
             states.append(pool)
             loads.append(load)
         return carry, None if pools is None else tuple(states), tuple(loads)
 
     key = segment.kinds, segment.repeats
     run = wrap(period) if periods is None else periods.setdefault(key, wrap(period))
+    features = None
+    if inputs is not None:
+        features = tuple(inputs[jnp.asarray(segment.layers(place))] for place in range(len(segment.kinds)))
     if segment.repeats == 1:
-        return run(carry, pools, group, 0)
+        return run(carry, pools, group, (0, features and tuple(x[0] for x in features)))
 
     def body(state: Any, xs: Any) -> tuple[Any, Any]:
         *state, loads = run(*state, *xs)
         return tuple(state), loads
 
-    (carry, pools), loads = jax.lax.scan(body, (carry, pools), (group, jnp.arange(segment.repeats, dtype=jnp.int32)))
+    turns = jnp.arange(segment.repeats, dtype=jnp.int32), features
+    (carry, pools), loads = jax.lax.scan(body, (carry, pools), (group, turns))
     return carry, pools, loads
 
 

@@ -10,6 +10,9 @@ from typing import Any
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.families import Family
+from vishwamai.models.families.gemma import LAYER_WIDTHS
+from vishwamai.models.layers.attention import Attention
+from vishwamai.models.layers.feed_forward import Gated
 from vishwamai.models.layers.layer import LayerKind
 from vishwamai.models.rotation import Rope
 from vishwamai.models.values import check_value
@@ -30,6 +33,7 @@ _KINDS: Mapping[str, tuple[type, float | None]] = {
     "layer_types": (list, None),
     "layers_block_type": (list, None),
     "no_rope_layer_interval": (int, None),
+    "num_kv_shared_layers": (int, 0),
     "rotary_dim": (int, None),
     "max_window_layers": (int, 0),
     "moe_layer_end_index": (int, -1),
@@ -44,6 +48,7 @@ _KINDS: Mapping[str, tuple[type, float | None]] = {
     "rotary_emb_base": (float, None),
     "sliding_window": (int, None),
     "sliding_window_pattern": (int, None),
+    "use_double_wide_mlp": (bool, None),
     "use_sliding_window": (bool, None),
 }
 """The type of each key that is read here, and the smallest number, as of `check_value`."""
@@ -232,7 +237,57 @@ def read_layers(
         mixer = family.mixers[kind].read(sizes.get(kind, {}), windows.get(kind), rope).placed(layer, count)
         network = family.mixture if sparse else family.feed_forward
         kinds.append(LayerKind(mixer, family.feed_forwards.get(kind, network), family.norms.get(kind)))
-    return tuple(kinds)
+    if "activation_sparsity_pattern" in reads:
+        kinds = _sparse(kinds, values, source)
+    shared = (values.get("num_kv_shared_layers") or 0) if "num_kv_shared_layers" in reads else 0
+    return tuple(_sharing(kinds, shared, values, source) if shared else kinds)
+
+
+def _sparse(kinds: list[LayerKind], values: Mapping[str, Any], source: str) -> list[LayerKind]:
+    """The layers with the widths and sparsities that Gemma 3n gives for each of them."""
+    count = len(kinds)
+    shares = values.get("activation_sparsity_pattern")
+    if shares is None:
+        shares = [0.95 if i < 10 < count else 0.0 for i in range(count)]
+    numbers = isinstance(shares, list) and all(type(share) in (int, float) and 0 <= share < 1 for share in shares)
+    if not numbers or len(shares) != count:
+        raise ShapeError(
+            f"{source}: `activation_sparsity_pattern` is {shares!r:.100}; expected a number from 0 to below 1 for each "
+            f"of the {count} layers."
+        )
+    widths = values.get(LAYER_WIDTHS) or [None] * count
+    return [
+        dataclasses.replace(kind, feed_forward=Gated(width, float(share)))
+        for kind, width, share in zip(kinds, widths, shares, strict=True)
+    ]
+
+
+def _sharing(kinds: list[LayerKind], count: int, values: Mapping[str, Any], source: str) -> list[LayerKind]:
+    """The layers where the last `count` ones read keys and values of the last layer of their type before them."""
+    first = len(kinds) - count
+    types = [kind.mixer.layer_type for kind in kinds]
+    absent = sorted(set(types[max(first, 0) :]) - set(types[: max(first, 0)]))
+    if absent:
+        raise UnsupportedError(
+            f"{source}: `num_kv_shared_layers` is {count}; none of the first {max(first, 0)} layers is of type "
+            f"{absent[0]!r} by `layer_types`, whose keys and values later ones would read."
+        )
+    writers = {kind: index for index, kind in enumerate(types[:first])}
+    wide = "use_double_wide_mlp" in values and values["use_double_wide_mlp"]
+    if wide and any(kind.experts for kind in kinds):
+        raise UnsupportedError(
+            f"{source}: `use_double_wide_mlp` is True; the decoder computes layers with experts without it."
+        )
+    layers = []
+    for index, kind in enumerate(kinds):
+        assert isinstance(kind.mixer, Attention)
+        network = kind.feed_forward
+        sharing = "writes" if index in writers.values() else "reads" if index >= first else None
+        if wide and sharing == "reads":
+            network = Gated(2 * values["intermediate_size"])
+        mixer = dataclasses.replace(kind.mixer, sharing=sharing)
+        layers.append(dataclasses.replace(kind, mixer=mixer, feed_forward=network))
+    return layers
 
 
 def _unrotated(values: Mapping[str, Any], reads: frozenset[str], theta: float) -> Rope:
@@ -350,6 +405,13 @@ def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
         values["attn_layer_indices"] = [i for i, kind in enumerate(types) if kind == "full_attention"]
     if "position_embedding_type" in reads:
         values["position_embedding_type"] = "rope" if ropes else None
+    if "num_kv_shared_layers" in reads:
+        values["num_kv_shared_layers"] = sum(kind.sharing == "reads" for kind in layers)
+    networks = [kind.feed_forward for kind in layers if isinstance(kind.feed_forward, Gated)]
+    if "use_double_wide_mlp" in reads:
+        values["use_double_wide_mlp"] = any(network.inner_size for network in networks)
+    if "activation_sparsity_pattern" in reads:
+        values["activation_sparsity_pattern"] = [network.sparsity for network in networks]
     if "use_sliding_window" in reads:
         values["use_sliding_window"] = bool(windows)
     if "no_rope_layers" in reads:

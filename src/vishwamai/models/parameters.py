@@ -66,8 +66,26 @@ TOP_TENSORS: Mapping[str, Tensor] = {
     "norm_bias": Tensor("model.norm.bias"),
     "head": Tensor("lm_head.weight"),
     "head_bias": Tensor("lm_head.bias"),
+    "layer_embed": Tensor("model.embed_tokens_per_layer.weight"),
+    "layer_projection": Tensor("model.per_layer_model_projection.weight", True),
+    "layer_projection_norm": Tensor("model.per_layer_projection_norm.weight"),
+    "altup_enter": Tensor("model.altup_projections.{expert}.weight", True),
+    "altup_leave": Tensor("model.altup_unembed_projections.{expert}.weight", True),
 }
 """Tensors of the parameters outside of the layers, where a family has no other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerEmbedding:
+    """What each layer gets of each token by a table of its own; see `inputs.layer_inputs`.
+
+    Attributes:
+      size: features of a token's vector for one layer.
+      vocab_size: rows of the table.
+    """
+
+    size: int
+    vocab_size: int
 
 
 def norm_parameter(config: ModelConfig, size: int) -> Parameter:
@@ -99,6 +117,14 @@ def top_parameters(config: ModelConfig) -> dict[str, Parameter]:
         table |= norm_parameters(config, "embed_norm")
     if config.head_bias:
         table["head_bias"] = Parameter((config.vocab_size,), ("vocab",), "zeros")
+    if config.layer_embedding is not None:
+        width = config.num_layers * config.layer_embedding.size
+        table["layer_embed"] = Parameter((config.layer_embedding.vocab_size, width), ("vocab", None))
+        table["layer_projection"] = Parameter((config.hidden_size, width), ("embed", None))
+        table["layer_projection_norm"] = norm_parameter(config, config.layer_embedding.size)
+    if config.altup is not None:
+        shape = (config.altup.count - 1, config.hidden_size, config.hidden_size)
+        table |= dict.fromkeys(("altup_enter", "altup_leave"), Parameter(shape, (None, "embed", None)))
     return table
 
 
@@ -136,7 +162,8 @@ def split_units(config: ModelConfig) -> dict[str, tuple[str, int]]:
     )
     if common := math.gcd(*sizes):
         units["mlp"] = ("features in its feed-forward networks", common)
-    units["vocab"] = ("entries in its vocab", config.vocab_size)
+    extra = 0 if config.layer_embedding is None else config.layer_embedding.vocab_size
+    units["vocab"] = ("entries in its vocab", math.gcd(config.vocab_size, extra))
     if config.experts is not None:
         units["experts"] = ("experts", config.experts.count)
     return units

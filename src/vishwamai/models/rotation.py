@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 import vishwamai
@@ -47,16 +48,16 @@ def rotated(
     config: ModelConfig,
     rope: Rope,
     query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq kv_heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"] | None,
     positions: Int[Array, "batch seq"] | None,
     lengths: Int[Array, "batch seq"] | None = None,
-) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
+) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq kv_heads head_dim"] | None]:
     """Queries and keys, rotated.
 
     Args:
       config: the model, for `head_dim` and the order of the features.
       rope: the layer's rotation.
-      query, key: queries and keys of the new tokens.
+      query, key: queries and keys of the new tokens; None for no keys.
       positions: `[batch, seq]`, positions of the tokens; None counts every row from 0.
       lengths: `[batch, seq]`, tokens of each token's sequence, for scalings that depend on it; None for the largest
         position and one more.
@@ -70,14 +71,17 @@ def rotated(
         return _proportional(config, rope, query, key, positions, 2 * int(rope.partial * dim // 2))
     options: dict[str, Any] = {"theta": rope.theta, "rotary_dim": width, "layout": "bshd"}
     options["interleaved"] = config.rope_interleaved
-    scaling, pair = rope.scaling, (query, key)
+    scaling, heads = rope.scaling, query if key is None else (query, key)
+    turned: Any
     if lengths is None or not isinstance(scaling, LongRopeScaling):
-        return vishwamai.apply_rope(pair, positions, scaling=scaling, **options)
-    short = dataclasses.replace(scaling, long_factor=scaling.short_factor)
-    long = dataclasses.replace(scaling, short_factor=scaling.long_factor)
-    near, far = (vishwamai.apply_rope(pair, positions, scaling=factors, **options) for factors in (short, long))
-    past = (lengths > scaling.original_max_positions)[..., None, None]
-    return jnp.where(past, far[0], near[0]), jnp.where(past, far[1], near[1])
+        turned = vishwamai.apply_rope(heads, positions, scaling=scaling, **options)
+    else:
+        short = dataclasses.replace(scaling, long_factor=scaling.short_factor)
+        long = dataclasses.replace(scaling, short_factor=scaling.long_factor)
+        near, far = (vishwamai.apply_rope(heads, positions, scaling=factors, **options) for factors in (short, long))
+        past = (lengths > scaling.original_max_positions)[..., None, None]
+        turned = jax.tree.map(lambda far, near: jnp.where(past, far, near), far, near)
+    return (turned, None) if key is None else turned
 
 
 def _proportional(config: ModelConfig, rope: Rope, query: Any, key: Any, positions: Any, width: int) -> tuple[Any, Any]:
@@ -92,8 +96,8 @@ def _proportional(config: ModelConfig, rope: Rope, query: Any, key: Any, positio
         parts = [y[..., :turning], x[..., turning : dim // 2], y[..., turning:], x[..., dim // 2 + turning :]]
         return jnp.concatenate(parts, axis=-1)
 
-    turned = rotated(config, inner, split(query), split(key), positions)
-    return joined(query, turned[0]), joined(key, turned[1])
+    turned = rotated(config, inner, split(query), None if key is None else split(key), positions)
+    return joined(query, turned[0]), None if key is None else joined(key, turned[1])
 
 
 def grown(rope: Rope, query: Any, positions: Any) -> Any:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.models.families.family import MOST_LAYERS
 
 Entry = TypeVar("Entry")
 
 WRAPPERS: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
@@ -29,6 +31,7 @@ _QWEN2_VL = {"bos_token_id": 151643, "eos_token_id": 151645, "max_window_layers"
 _QWEN2_VL |= {"rms_norm_eps": 1e-5}
 
 RENAMED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "bailing_moe_v2": ("bailing_moe", {"score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
     "kimi_k2": ("deepseek_v3", {}),
     **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), ("qwen2", _QWEN2_VL)),
     "qwen3_vl_text": ("qwen3", {"rope_theta": 500000.0}),
@@ -84,9 +87,7 @@ def text_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return flat if renamed is None else {**renamed[1], **flat, "model_type": renamed[0]}
 
 
-_MOST_LAYERS = 10_000  # more are declined with the other sizes, before anything is made of them
-
-
+_GEMMA4_EMBEDDING = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
 _GEMMA4_EXPERTS = ("moe_intermediate_size", "num_experts", "top_k_experts")
 
 
@@ -97,11 +98,13 @@ def _gemma4(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     Raises:
       UnsupportedError: layers of one type differ in size.
     """
-    values = {"hidden_size_per_layer_input": 256, **values}
+    values = {**_GEMMA4_EMBEDDING, **values}
+    if values["hidden_size_per_layer_input"] in (0, None):
+        values = {key: value for key, value in values.items() if key not in _GEMMA4_EMBEDDING}
     if values.get("enable_moe_block") in (None, False):  # the sizes of experts then change nothing
         values = {key: value for key, value in values.items() if key not in _GEMMA4_EXPERTS}
     types, count = values.get("layer_types"), values.get("num_hidden_layers")
-    if types is None and isinstance(count, int) and count <= _MOST_LAYERS:
+    if types is None and isinstance(count, int) and count <= MOST_LAYERS:
         types = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(count)]
     if isinstance(types, list) and types:
         values["layer_types"] = types = [*types[:-1], "full_attention"]

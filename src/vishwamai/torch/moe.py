@@ -143,6 +143,7 @@ def moe_routing(
     group_score: str = "top2",
     logit_bias: Tensor | None = None,
     expert_scale: Tensor | None = None,
+    margin: float = 0.02,
     jitter: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Routing:
@@ -156,7 +157,7 @@ def moe_routing(
     """
     biases = {"bias": bias, "logit_bias": logit_bias, "expert_scale": expert_scale}
     grouping = num_groups, top_groups, group_score
-    arguments = tokens, router_weights, num_experts, top_k, scoring, biases, grouping, jitter
+    arguments = tokens, router_weights, num_experts, top_k, scoring, biases, grouping, margin, jitter
     experts = check_routing(*arguments, key="torch's")
     x = tokens.reshape(-1, tokens.shape[-1]).float()
     if jitter:
@@ -166,7 +167,7 @@ def moe_routing(
         logits = gemm(x, router_weights.float(), precision="highest", out_dtype=torch.float32)  # [T, experts]
     if logit_bias is not None:
         logits = logits + logit_bias.float()
-    weights, chosen, counts, shares = choose(logits, bias, top_k, scoring, normalize, grouping)
+    weights, chosen, counts, shares = choose(logits, bias, top_k, scoring, normalize, grouping, margin)
     if expert_scale is not None:
         weights = weights * expert_scale.float()[chosen]
     number = max(1, x.shape[0])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from vishwamai.models.families.family import (
     BIASES,
     COMMON,
     HEADS,
+    MOST_LAYERS,
     MULTIPLIER_DEFAULTS,
     MULTIPLIERS,
     SILU,
@@ -33,6 +35,43 @@ _GLM_DEFAULTS = {
     "attention_bias": True,
     **tokens(None, [151329, 151336, 151338], 151329),
 }
+
+_LLAMA = {**COMMON, **SILU, **HEADS, **BIASES, "mlp_bias": "mlp_bias"}
+_EXAONE = {
+    "transformer.wte.": "model.embed_tokens.",
+    "transformer.h.": "model.layers.",
+    "transformer.ln_f.": "model.norm.",
+    ".attn.attention.": ".self_attn.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".ln_1.": ".input_layernorm.",
+    ".ln_2.": ".post_attention_layernorm.",
+    ".mlp.c_fc_0.": ".mlp.gate_proj.",
+    ".mlp.c_fc_1.": ".mlp.up_proj.",
+    ".mlp.c_proj.": ".mlp.down_proj.",
+}
+_CWM_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _cwm(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys of CWM, of whose layers every fourth one from the first on attends to everything by default."""
+    count = values.get("num_hidden_layers")
+    if values.get("layer_types") is not None or not isinstance(count, int) or count > MOST_LAYERS:
+        return values
+    types = ["full_attention" if i % 4 == 0 else "sliding_attention" for i in range(count)]
+    return {**values, "layer_types": types}
+
+
+def _hyperclovax(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys of HyperCLOVA X without a factor of attention's logits that is null, which is that of the head."""
+    return {key: value for key, value in values.items() if key != "attention_multiplier" or value is not None}
+
 
 DENSE: Mapping[str, Family] = {
     "llama": Family(
@@ -170,6 +209,100 @@ DENSE: Mapping[str, Family] = {
         "GraniteForCausalLM",
         {**COMMON, **SILU, **HEADS, **BIASES, **MULTIPLIERS, "mlp_bias": "mlp_bias"},
         defaults={"attention_bias": False, "mlp_bias": False, **MULTIPLIER_DEFAULTS, **tokens(1, 2)},
+    ),
+    "hyperclovax": Family(
+        "HyperCLOVAXForCausalLM",
+        {**_LLAMA, **{key: field for key, field in MULTIPLIERS.items() if key != "logits_scaling"}}
+        | {"logits_scaling": "logit_multiplier"},
+        choices={"use_post_norm": ("norms", {True: "both", False: "pre"})},
+        defaults={
+            "attention_bias": False,
+            "mlp_bias": False,
+            "use_post_norm": True,
+            **{key: value for key, value in MULTIPLIER_DEFAULTS.items() if key != "attention_multiplier"},
+            **tokens(1, 2),
+        },
+        derive=_hyperclovax,
+        tensors={
+            "attention_post_norm": Tensor(PREFIX + "post_norm1.weight"),
+            "mlp_post_norm": Tensor(PREFIX + "post_norm2.weight"),
+        },
+    ),
+    "exaone": Family(
+        "ExaoneForCausalLM",
+        _LLAMA,
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "mlp_bias": False,
+            **tokens(1, 361, 0),
+        },
+        aliases={
+            "num_layers": "num_hidden_layers",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "activation_function": "hidden_act",
+        },
+        theta=500000.0,
+        renamed=_EXAONE,
+    ),
+    "cwm": Family(
+        "CwmForCausalLM",
+        {**COMMON, **SILU, **HEADS, "mlp_bias": "mlp_bias"},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "mlp_bias": False,
+            "rope_parameters": _CWM_ROPE,
+            "sliding_window": 8192,
+            **tokens(128000, [128001, 128008, 128009]),
+        },
+        ignored=("pretraining_tp",),
+        derive=_cwm,
+        layer_types="list",
+        theta=1_000_000.0,
+    ),
+    "minicpm": Family(
+        "MiniCPMForCausalLM",
+        {
+            **COMMON,
+            **SILU,
+            **BIASES,
+            "dim_model_base": "logit_base",
+            "scale_depth": "residual_depth",
+            "scale_emb": "embedding_multiplier",
+        },
+        defaults={
+            "attention_bias": False,
+            "dim_model_base": 1,
+            "initializer_range": 0.1,
+            "scale_depth": 1.0,
+            "scale_emb": 1.0,
+            "tie_word_embeddings": True,
+            **tokens(1, 2),
+        },
+    ),
+    "internlm2": Family(
+        "InternLM2ForCausalLM",
+        {**COMMON, **SILU, "bias": "attention_bias"},
+        defaults={"bias": True, **tokens(1, 2, 2)},
+        tensors={
+            **{
+                f"{name}{suffix}": Tensor(PREFIX + f"attention.wqkv.{kind}", kind == "weight", f"group_{name}")
+                for name in ("query", "key", "value")
+                for suffix, kind in (("", "weight"), ("_bias", "bias"))
+            },
+            "output": Tensor(PREFIX + "attention.wo.weight", True),
+            "output_bias": Tensor(PREFIX + "attention.wo.bias"),
+            "gate": Tensor(PREFIX + "feed_forward.w1.weight", True),
+            "up": Tensor(PREFIX + "feed_forward.w3.weight", True),
+            "down": Tensor(PREFIX + "feed_forward.w2.weight", True),
+            "attention_norm": Tensor(PREFIX + "attention_norm.weight"),
+            "mlp_norm": Tensor(PREFIX + "ffn_norm.weight"),
+            "embed": Tensor("model.tok_embeddings.weight"),
+            "head": Tensor("output.weight"),
+        },
     ),
     "glm": Family(
         "GlmForCausalLM",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.families.family import (
@@ -23,6 +23,9 @@ from vishwamai.models.families.family import (
 from vishwamai.models.layers.feed_forward import GATED
 from vishwamai.models.parameters import PREFIX, Tensor
 
+if TYPE_CHECKING:
+    from vishwamai.models.config import ModelConfig
+
 _MIXTRAL_TENSORS = {
     "router": Tensor(PREFIX + "block_sparse_moe.gate.weight", True),
     **{
@@ -30,6 +33,53 @@ _MIXTRAL_TENSORS = {
         for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
     },
 }
+
+
+_GRANITE_TENSORS = {
+    "router": Tensor(PREFIX + "block_sparse_moe.router.layer.weight", True),
+    "expert_gate": Tensor(PREFIX + "block_sparse_moe.input_linear.weight", True, "gate"),
+    "expert_up": Tensor(PREFIX + "block_sparse_moe.input_linear.weight", True, "up"),
+    "expert_down": Tensor(PREFIX + "block_sparse_moe.output_linear.weight", True),
+}
+
+
+def _granite_shared(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys of Granite with a shared expert, without the size of one that is absent."""
+    return {key: value for key, value in values.items() if key != "shared_intermediate_size" or value != 0}
+
+
+def _granite_shared_further(config: ModelConfig) -> Mapping[str, Any]:
+    assert config.experts is not None
+    return {"shared_intermediate_size": config.experts.shared_size or 0}
+
+
+def _bailing(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys of Ling and Ring, versions 1 and 2, without those that others state too.
+
+    Raises:
+      UnsupportedError: they contradict one another.
+    """
+    sigmoid = values.get("score_function") == "sigmoid"
+    size, shared = (values.get(key) for key in ("moe_intermediate_size", "num_shared_experts"))
+    allowed: Mapping[str, tuple[Any, ...]] = {
+        "moe_router_enable_expert_bias": (sigmoid, None),
+        "moe_shared_expert_intermediate_size": (size, None) if shared == 1 else (None,),
+    }
+    if not sigmoid:
+        allowed = {**allowed, "n_group": (1, None), "topk_group": (1, None)}
+    for key, choices in allowed.items():
+        if key in values and values[key] not in choices:
+            raise UnsupportedError(
+                f"{source}: `{key}` is {values[key]!r}; the decoder computes bailing_moe with `score_function` = "
+                f"{values.get('score_function')!r} and {choices[0]!r} there only."
+            )
+    unread = ("moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size")
+    return {key: value for key, value in values.items() if key not in unread}
+
+
+def _bailing_further(config: ModelConfig) -> Mapping[str, Any]:
+    assert config.experts is not None
+    return {"moe_router_enable_expert_bias": config.experts.method == "noaux_tc"}
 
 
 def _minimax(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
@@ -46,6 +96,22 @@ def _minimax(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     return {key: value for key, value in values.items() if key != "attn_type_list"}
 
 
+def _phimoe(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys of Phi-3.5-MoE, whose class computes a stretched rotation in a form of its own.
+
+    Raises:
+      UnsupportedError: the rotation is stretched.
+    """
+    for key in ("rope_scaling", "rope_parameters"):
+        rotation = values.get(key)
+        kind = rotation.get("rope_type") or rotation.get("type") if isinstance(rotation, Mapping) else None
+        if kind not in (None, "default"):
+            raise UnsupportedError(
+                f"{source}: `{key}` is {rotation!r:.80}; the decoder computes phimoe with 'default' rotation only."
+            )
+    return values
+
+
 _SIGMOID = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid", "noaux_tc"), "moe_layer_freq": (1,)}
 
 MIXTURES: Mapping[str, Family] = {
@@ -60,6 +126,37 @@ MIXTURES: Mapping[str, Family] = {
             **tokens(1, 2),
         },
         aliases={"num_experts": "num_local_experts"},
+        layer_types="all",
+        theta=1_000_000.0,
+        tensors=_MIXTRAL_TENSORS,
+    ),
+    "phimoe": Family(
+        "PhimoeForCausalLM",
+        {
+            **COMMON,
+            **SILU,
+            **HEADS,
+            **BIASES,
+            **EXPERTS,
+            "lm_head_bias": "head_bias",
+            "num_local_experts": "experts.count",
+            "router_jitter_noise": "experts.margin",
+        },
+        {"layer_norm": True, "norm_bias": True, "experts.method": "sparsemixer", "experts.normalize": False},
+        {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "lm_head_bias": False,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.01,
+            **tokens(1, 2),
+        },
+        fixed={"num_experts_per_tok": (2,)},
+        ignored=("expert_dropout", "input_jitter_noise"),
+        aliases={"num_experts": "num_local_experts"},
+        derive=_phimoe,
         layer_types="all",
         theta=1_000_000.0,
         tensors=_MIXTRAL_TENSORS,
@@ -231,11 +328,105 @@ MIXTURES: Mapping[str, Family] = {
             **MULTIPLIER_DEFAULTS,
             **tokens(1, 2),
         },
+        tensors=_GRANITE_TENSORS,
+    ),
+    "granitemoeshared": Family(
+        "GraniteMoeSharedForCausalLM",
+        {
+            **COMMON,
+            **SILU,
+            **HEADS,
+            **BIASES,
+            **MULTIPLIERS,
+            **EXPERTS,
+            "num_local_experts": "experts.count",
+            "shared_intermediate_size": "experts.shared_size",
+        },
+        defaults={
+            "attention_bias": False,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            **MULTIPLIER_DEFAULTS,
+            **tokens(1, 2),
+        },
+        derive=_granite_shared,
+        further=_granite_shared_further,
         tensors={
-            "router": Tensor(PREFIX + "block_sparse_moe.router.layer.weight", True),
-            "expert_gate": Tensor(PREFIX + "block_sparse_moe.input_linear.weight", True, "gate"),
-            "expert_up": Tensor(PREFIX + "block_sparse_moe.input_linear.weight", True, "up"),
-            "expert_down": Tensor(PREFIX + "block_sparse_moe.output_linear.weight", True),
+            **_GRANITE_TENSORS,
+            "shared_gate": Tensor(PREFIX + "shared_mlp.input_linear.weight", True, "gate"),
+            "shared_up": Tensor(PREFIX + "shared_mlp.input_linear.weight", True, "up"),
+            "shared_down": Tensor(PREFIX + "shared_mlp.output_linear.weight", True),
+        },
+    ),
+    "flex_olmo": Family(
+        "FlexOlmoForCausalLM",
+        {
+            **COMMON,
+            **SILU,
+            **HEADS,
+            **BIASES,
+            **EXPERTS,
+            "num_experts": "experts.count",
+            "norm_topk_prob": "experts.normalize",
+        },
+        fields={"norms": "post", "qk_norm": "all"},
+        defaults={
+            "attention_bias": False,
+            "num_experts": 7,
+            "num_experts_per_tok": 5,
+            "norm_topk_prob": False,
+            **tokens(None, 100257, 100277),
+        },
+        aliases={"num_local_experts": "num_experts"},
+        theta=500000.0,
+        tensors={"attention_post_norm": Tensor(PREFIX + "post_attention_layernorm.weight")},
+    ),
+    "bailing_moe": Family(
+        "BailingMoeV2ForCausalLM",
+        {
+            **COMMON,
+            **SILU,
+            **HEADS,
+            **EXPERTS,
+            **INNER,
+            "first_k_dense_replace": "dense_layers",
+            "n_group": "experts.num_groups",
+            "num_experts": "experts.count",
+            "num_shared_experts": "experts.shared",
+            "routed_scaling_factor": "experts.scale",
+            "topk_group": "experts.top_groups",
+        },
+        choices={
+            "score_function": ("experts.method", {"softmax": "greedy", "sigmoid": "noaux_tc"}),
+            "use_qk_norm": ("qk_norm", {False: None, True: "head"}),
+        },
+        defaults={
+            "first_k_dense_replace": 0,
+            "num_shared_experts": 0,
+            "routed_scaling_factor": 1.0,
+            "score_function": "softmax",
+            "use_qk_norm": False,
+            **tokens(None, 126081, 126081),
+        },
+        fixed={
+            **dict.fromkeys(("norm_head", "norm_softmax", "use_bias", "use_qkv_bias"), (False, None)),
+            **dict.fromkeys(("norm_topk_prob", "use_rmsnorm"), (True,)),
+            "router_type": ("topN",),
+        },
+        ignored=("mtp_loss_scaling_factor", "output_dropout", "router_dtype", "use_sliding_window", "sliding_window"),
+        derive=_bailing,
+        further=_bailing_further,
+        partial=1.0,
+        tensors={
+            **{
+                name: Tensor(PREFIX + "attention.query_key_value.weight", True, name)
+                for name in ("query", "key", "value")
+            },
+            "output": Tensor(PREFIX + "attention.dense.weight", True),
+            "query_norm": Tensor(PREFIX + "attention.query_layernorm.weight"),
+            "key_norm": Tensor(PREFIX + "attention.key_layernorm.weight"),
+            "router_correction": Tensor(PREFIX + "mlp.gate.expert_bias"),
+            "embed": Tensor("model.word_embeddings.weight"),
         },
     ),
     "dots1": Family(

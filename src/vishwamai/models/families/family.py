@@ -152,6 +152,8 @@ COMMON: Mapping[str, str] = {
     "pad_token_id": "pad_token_id",
     "num_key_value_heads": "num_kv_heads",
 }
+MOST_LAYERS = 10_000
+"""More are declined with the other sizes, before anything is made of them."""
 SILU = {"hidden_act": "activation"}
 HEADS = {"head_dim": "head_dim"}
 BIASES = {"attention_bias": "attention_bias"}

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from vishwamai.core.errors import ShapeError
 from vishwamai.models.families.family import BIASES, COMMON, HEADS, Family, sizes, tokens
+from vishwamai.models.layers.feed_forward import Gated
 from vishwamai.models.layers.mixture import GatedAndMixture
 from vishwamai.models.parameters import PREFIX, Tensor
+
+if TYPE_CHECKING:
+    from vishwamai.models.config import ModelConfig
 
 _KEYS = {
     **COMMON,
@@ -32,6 +38,47 @@ _POST_NORMS = {
     "attention_post_norm": Tensor(PREFIX + "post_attention_layernorm.weight"),
     "mlp_norm": Tensor(PREFIX + "pre_feedforward_layernorm.weight"),
 }
+
+_LAYER_EMBEDDING = {
+    "hidden_size_per_layer_input": "layer_embedding.size",
+    "vocab_size_per_layer_input": "layer_embedding.vocab_size",
+}
+_LATER = {
+    "norms": "both",
+    "scale_embeddings": True,
+    "qk_norm": "head",
+    "value_norm": True,
+    "attention_multiplier": 1.0,
+}
+"""Fields that Gemma 3n and Gemma 4 have in common."""
+LAYER_WIDTHS = "intermediate_size of each layer"
+"""What a list of a file's `intermediate_size` is called among the keys that follow from it."""
+
+
+def _gemma4_further(config: ModelConfig) -> Mapping[str, Any]:
+    return {} if config.layer_embedding else {"hidden_size_per_layer_input": 0}
+
+
+def _gemma3n(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys of Gemma 3n with one `intermediate_size`, and the list of those of all layers apart from it.
+
+    Raises:
+      ShapeError: the list has not a number for each layer.
+    """
+    widths, count = values.get("intermediate_size"), values.get("num_hidden_layers")
+    if not isinstance(widths, list):
+        return values
+    if len(widths) != count or not all(type(width) is int and width > 0 for width in widths):
+        raise ShapeError(f"{source}: `intermediate_size` is {widths!r:.100}; expected a number for each layer.")
+    common = {"intermediate_size": max(widths)}
+    return {**values, **common, **({} if len(set(widths)) == 1 else {LAYER_WIDTHS: widths})}
+
+
+def _gemma3n_further(config: ModelConfig) -> Mapping[str, Any]:
+    networks = [kind.feed_forward for kind in config.layers]
+    widths = [isinstance(network, Gated) and network.inner_size or config.intermediate_size for network in networks]
+    return {"intermediate_size": widths}
+
 
 GEMMA: Mapping[str, Family] = {
     "gemma": Family(
@@ -79,15 +126,9 @@ GEMMA: Mapping[str, Family] = {
             "moe_intermediate_size": "experts.inner_size",
             "num_experts": "experts.count",
             "top_k_experts": "experts.top_k",
+            **_LAYER_EMBEDDING,
         },
-        {
-            "norms": "both",
-            "scale_embeddings": True,
-            "qk_norm": "head",
-            "value_norm": True,
-            "layer_scale": True,
-            "attention_multiplier": 1.0,
-        },
+        {**_LATER, "layer_scale": True},
         {
             **{key: value for key, value in _DEFAULTS.items() if key != "query_pre_attn_scalar"},
             "attention_k_eq_v": False,
@@ -103,19 +144,53 @@ GEMMA: Mapping[str, Family] = {
             "sliding_window": 512,
         },
         sizes(262144, 2304, 9216, 30, 8, 131072),
-        choices={"hidden_size_per_layer_input": ("norm_offset", {0: False})},
         fixed={
-            "num_kv_shared_layers": (0,),
             "partial_rotary_factor": (None,),  # beside `rope_parameters`, which has one for each kind of layer
             "use_bidirectional_attention": (None, "vision"),
         },
-        ignored=("expert_intermediate_size", "use_double_wide_mlp", "vocab_size_per_layer_input"),
+        ignored=("expert_intermediate_size",),
+        further=_gemma4_further,
         layer_types="list",
-        layer_keys=("enable_moe_block", "proportional"),
+        layer_keys=("enable_moe_block", "num_kv_shared_layers", "proportional", "use_double_wide_mlp"),
         mixture=GatedAndMixture(),
         window_period=6,
         theta=1_000_000.0,
         partial=1.0,
+        local_theta=10000.0,
+        tensors=_POST_NORMS,
+    ),
+    "gemma3n_text": Family(
+        "Gemma3nForCausalLM",
+        {
+            **{key: f for key, f in _KEYS.items() if f not in ("attention_softcap", "query_scalar")},
+            **_LAYER_EMBEDDING,
+            "altup_active_idx": "altup.active",
+            "altup_correct_scale": "altup.scaled",
+            "altup_num_inputs": "altup.count",
+            "laurel_rank": "altup.rank",
+        },
+        _LATER,
+        {
+            **{key: value for key, value in _DEFAULTS.items() if key != "query_pre_attn_scalar"},
+            "num_key_value_heads": 2,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 512,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262144,
+            "altup_active_idx": 0,
+            "altup_correct_scale": True,
+            "altup_num_inputs": 4,
+            "laurel_rank": 64,
+            "num_kv_shared_layers": 15,
+        },
+        sizes(262400, 2048, 16384, 35, 8, 32768),
+        ignored=("altup_coef_clip",),
+        derive=_gemma3n,
+        further=_gemma3n_further,
+        layer_types="list",
+        layer_keys=("activation_sparsity_pattern", "num_kv_shared_layers", "rope_local_base_freq", LAYER_WIDTHS),
+        window_period=5,
+        theta=1_000_000.0,
         local_theta=10000.0,
         tensors=_POST_NORMS,
     ),

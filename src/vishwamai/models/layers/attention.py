@@ -30,12 +30,15 @@ class Attention(Mixer):
       num_kv_heads, head_dim: sizes of layers of this type; None for those of the model.
       shared_value: values are the product that makes the keys, before their norm.
       sinks: each head has a logit that enters the denominator only; None as the model has it.
+      sharing: "writes" where later layers of its type attend to its keys and values, "reads" in those layers, which
+        make none (Gemma 3n, Gemma 4); None for keys and values of its own alone.
     """
 
     num_kv_heads: int | None = None
     head_dim: int | None = None
     shared_value: bool = False
     sinks: bool | None = None
+    sharing: str | None = None
 
     tensors: ClassVar[Mapping[str, Tensor]] = {
         **{
@@ -51,8 +54,10 @@ class Attention(Mixer):
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         hidden, (kv_heads, dim), value_dim = config.hidden_size, self.sizes(config), self.value_dim(config)
-        widths = {"query": (config.num_heads * dim, "heads"), "key": (kv_heads * dim, "kv_heads")}
-        if not self.shared_value:
+        widths = {"query": (config.num_heads * dim, "heads")}
+        if self.sharing != "reads":
+            widths["key"] = kv_heads * dim, "kv_heads"
+        if self.sharing != "reads" and not self.shared_value:
             widths["value"] = kv_heads * value_dim, "kv_heads"
         if config.output_gate:
             widths["query"] = (2 * config.num_heads * dim, "heads")
@@ -64,11 +69,13 @@ class Attention(Mixer):
             table |= {f"{name}_bias": Parameter((width,), (axis,), "zeros") for name, (width, axis) in widths.items()}
         if config.attention_bias if config.output_bias is None else config.output_bias:
             table["output_bias"] = Parameter((hidden,), ("embed",), "zeros")
+        normalized = [name for name in ("query", "key") if name in widths]
         if config.qk_norm == "heads":
-            for name, heads in (("query", config.num_heads), ("key", kv_heads)):
+            for name in normalized:
+                heads = kv_heads if name == "key" else config.num_heads
                 table[f"{name}_norm"] = Parameter((heads, dim), (widths[name][1], None), "ones")
         elif config.qk_norm not in (None, "turning"):
-            for name in ("query", "key"):
+            for name in normalized:
                 heads = 1 if config.qk_norm != "all" else kv_heads if name == "key" else config.num_heads
                 table[f"{name}_norm"] = norm_parameter(config, heads * dim)
         if config.sinks if self.sinks is None else self.sinks:
@@ -76,18 +83,27 @@ class Attention(Mixer):
         return table
 
     def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
+        return self.with_memory(config, arrays, x, rows)[0]
+
+    def with_memory(
+        self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows, memory: tuple[Any, Any] | None = None
+    ) -> tuple[Any, tuple[Any, Any]]:
+        """The output of a call, and the rows' keys and values: `memory` where the layer reads those of another."""
         query, key, value, gate = self._heads(config, arrays, x, rows.axes)
         query, key = self._rotated(config, arrays, query, key, rows.positions)
+        memory = memory or (key, value)
         mixed = attend_sequences(
-            config, self.window, query, key, value, arrays.get("sinks"), self.segments(config, rows, x), rows.axes
+            config, self.window, query, *memory, arrays.get("sinks"), self.segments(config, rows, x), rows.axes
         )
-        return self._output(config, arrays, mixed, gate, rows.axes)
+        return self._output(config, arrays, mixed, gate, rows.axes), memory
 
     def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
         query, key, value, gate = self._heads(config, arrays, x)
         query, key = self._rotated(config, arrays, query, key, step.positions, step.lengths)
-        width = value.shape[-1]
-        query, key, value = (_widened(x, self.page_row(config)[1]) for x in (query, key, value))
+        width = self.value_dim(config)
+        row = max(self.sizes(config)[1], width)
+        query = _widened(query, row)
+        key, value = (None if x is None else _widened(x, row) for x in (key, value))
         options = {"chunk": self.chunk}
         mixed, pool = attend_pages(
             config, self.window, query, key, value, arrays.get("sinks"), step.batch, pool, first, **options
@@ -96,7 +112,12 @@ class Attention(Mixer):
 
     def page_row(self, config: ModelConfig) -> tuple[int, ...]:
         kv_heads, dim = self.sizes(config)
-        return 2 * kv_heads, max(dim, self.value_dim(config))
+        return 2 * kv_heads, 0 if self.sharing == "reads" else max(dim, self.value_dim(config))
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        names = ("k_proj", "v_proj", "k_norm", "v_norm") if self.sharing == "reads" else ()
+        return tuple(f"{PREFIX}self_attn.{name}." for name in names)
 
     def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
         return {"heads": ("query heads", config.num_heads), "kv_heads": ("kv heads", self.sizes(config)[0])}
@@ -133,12 +154,12 @@ class Attention(Mixer):
 
     def _heads(self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE) -> tuple[Any, ...]:
         """Queries, keys and values `[batch, seq, heads, head_dim]` of the heads that the device has, and the logits of
-        the output's gate (None without).
+        the output's gate (None without). A layer that reads those of another has None for keys and values.
         """
         heads, gate = {}, None
         for name in ("query", "key", "value"):
             dim = self.value_dim(config) if name == "value" else self.sizes(config)[1]
-            if name == "value" and self.shared_value:
+            if name != "query" and (self.sharing == "reads" or (name == "value" and self.shared_value)):
                 continue
             y = checkpoint_name(linear(x, arrays[name], arrays.get(f"{name}_bias")), name)
             scale = arrays.get(f"{name}_norm")
@@ -157,21 +178,21 @@ class Attention(Mixer):
             elif config.qk_norm == "heads" and scale is not None:
                 y = norm(config, y, None) * scale.astype(y.dtype)
             heads[name] = y
-        if config.value_norm:
+        if config.value_norm and "value" in heads:
             heads["value"] = vishwamai.rms_norm(heads["value"], None, eps=config.norm_eps)
-        heads["value"] = times(heads["value"], config.value_scale)
+        if "value" in heads:
+            heads["value"] = times(heads["value"], config.value_scale)
         if config.attention_gate:
             gate = linear(x, arrays["attention_gate"])
             gate = gate.reshape(*x.shape[:-1], -1, self.value_dim(config))
-        return heads["query"], heads["key"], heads["value"], gate
+        return heads["query"], heads.get("key"), heads.get("value"), gate
 
     def _rotated(self, config: ModelConfig, arrays: Arrays, query: Any, key: Any, *positions: Any) -> tuple[Any, Any]:
         """Queries and keys, rotated, and normalized after it where the family does so."""
         query, key = rotated(config, self.rope, query, key, *positions)
-        if config.qk_norm == "rotated":
-            query, key = norm(config, query, arrays["query_norm"]), norm(config, key, arrays["key_norm"])
-        elif config.qk_norm == "turning" and self.rope.partial:
-            query, key = norm(config, query, None), norm(config, key, None)
+        if config.qk_norm == "rotated" or (config.qk_norm == "turning" and self.rope.partial):
+            query = norm(config, query, arrays.get("query_norm"))
+            key = None if key is None else norm(config, key, arrays.get("key_norm"))
         return query, key
 
     def _output(self, config: ModelConfig, arrays: Arrays, mixed: Any, gate: Any, axes: MeshAxes = ONE_DEVICE) -> Any:

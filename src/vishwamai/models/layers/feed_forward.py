@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -92,7 +93,16 @@ class FeedForward:
 
 @dataclasses.dataclass(frozen=True)
 class Gated(FeedForward):
-    """`down(activation(gate(x)) * up(x))`. Shazeer, "GLU Variants Improve Transformer" (2020)."""
+    """`down(activation(gate(x)) * up(x))`. Shazeer, "GLU Variants Improve Transformer" (2020).
+
+    Attributes:
+      inner_size: inner width; None for the `intermediate_size` of the model.
+      sparsity: share of the gate's features that are 0 where they have a normal distribution: what is above a multiple
+        of their deviation over their mean remains (Gemma 3n); 0 for none.
+    """
+
+    inner_size: int | None = None
+    sparsity: float = 0.0
 
     tensors: ClassVar[Mapping[str, Tensor]] = {
         f"{name}{suffix}": Tensor(f"{PREFIX}mlp.{name}_proj.{kind}", transpose=kind == "weight")
@@ -101,9 +111,9 @@ class Gated(FeedForward):
     }
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
-        table = unit_parameters(config.hidden_size, config.intermediate_size)
+        inner = self.inner_size or config.intermediate_size
+        table = unit_parameters(config.hidden_size, inner)
         if config.mlp_bias:
-            inner = config.intermediate_size
             table |= {f"{name}_bias": Parameter((inner,), ("mlp",), "zeros") for name in ("gate", "up")}
             table["down_bias"] = Parameter((config.hidden_size,), ("embed",), "zeros")
         return table
@@ -111,7 +121,15 @@ class Gated(FeedForward):
     def __call__(
         self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE, token_mask: Any = None
     ) -> tuple[Any, ExpertLoad | None]:
-        return gated_unit(config, arrays, x, axes), None
+        if not self.sparsity:
+            return gated_unit(config, arrays, x, axes), None
+        count = self.inner_size or config.intermediate_size
+        gate = linear(x, arrays["gate"], arrays.get("gate_bias"))
+        mean = axes.total(jnp.sum(gate, axis=-1, keepdims=True)) / count
+        variance = axes.total(jnp.sum(jnp.square(gate - mean), axis=-1, keepdims=True)) / count
+        edge = mean + jnp.sqrt(variance) * statistics.NormalDist().inv_cdf(self.sparsity)
+        inner = activate(config.activation, jax.nn.relu(gate - edge)) * linear(x, arrays["up"], arrays.get("up_bias"))
+        return linear(inner, arrays["down"], axes.once(arrays.get("down_bias"))), None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One layer of a decoder: a mixer and a feed-forward network, with their norms.
 
-A layer takes the residual stream as a pair (stream, delta): `delta` is the last block's output, which the next norm
-adds in its own pass over memory. Activations that a training step may keep for its backward pass have names
+A layer takes the residual stream as two arrays, stream and delta: `delta` is the last block's output, which the next
+norm adds in its own pass over memory. Activations that a training step may keep for its backward pass have names
 (`checkpoint_name`).
 """
 
@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from vishwamai.models.axes import ONE_DEVICE
 from vishwamai.models.blocks import norm, times
+from vishwamai.models.layers import altup, layer_embedding
 from vishwamai.models.layers.absent import NoFeedForward, NoMixer
 from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.feed_forward import ExpertLoad, FeedForward, Gated
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _TENSORS: Mapping[str, Tensor] = {
     "layer_scale": Tensor(PREFIX + "layer_scalar"),
+    **layer_embedding.TENSORS,
+    **altup.TENSORS,
     **{
         f"{name}{suffix}": Tensor(f"{PREFIX}{module}.{kind}")
         for name, module in (
@@ -70,6 +73,11 @@ class LayerKind:
         return isinstance(self.feed_forward, (Mixture, GatedAndMixture))
 
     @property
+    def sharing(self) -> str | None:
+        """`Attention.sharing` of the mixer; None of other mixers."""
+        return self.mixer.sharing if isinstance(self.mixer, Attention) else None
+
+    @property
     def mixes(self) -> bool:
         """Whether the layer has a mixer."""
         return not isinstance(self.mixer, NoMixer)
@@ -91,70 +99,115 @@ class LayerKind:
         norms = {key: p for name in names for key, p in norm_parameters(config, name).items()}
         if config.layer_scale:
             norms["layer_scale"] = Parameter((1,), (None,), "ones")
+        norms |= {**layer_embedding.parameters(config), **altup.parameters(config)}
         return {**norms, **self.mixer.parameters(config), **self.feed_forward.parameters(config)}
+
+
+Carry = tuple[Any, Any, Mapping[str, Any]]
 
 
 def layer(
     config: ModelConfig,
     kind: LayerKind,
     arrays: Arrays,
-    carry: tuple[Any, Any],
+    carry: Carry,
     tokens: Rows | Step,
     pool: Any = None,
     first: Any = 0,
     token_mask: Any = None,
-) -> tuple[tuple[Any, Any], Any, ExpertLoad | None]:
+    features: Any = None,
+) -> tuple[Carry, Any, ExpertLoad | None]:
     """One layer over whole sequences, or over new tokens and a state.
 
     Args:
       config: the model.
       kind: the layer's halves.
       arrays: its parameters by name.
-      carry: (stream, delta), both `[batch, seq, hidden]`; their sum is the layer's input. A delta of None is 0.
+      carry: (stream, delta, memory): `[batch, seq, hidden]` twice, whose sum is the layer's input (a delta of None is
+        0), and by type of layer the keys and values, or the pool and its index, of layers whose `sharing` is "writes".
       tokens: whole sequences, or the new tokens of a step.
       pool, first: state and index of `Mixer.step`; None for whole sequences.
       token_mask: mask of `FeedForward`.
+      features: `[batch, seq, features]`, the layer's own vectors of the tokens (`inputs.layer_inputs`), or None.
 
     Returns:
       The next carry, the pool, and the load of the experts (None without).
     """
     axes = tokens.axes if isinstance(tokens, Rows) else ONE_DEVICE
     norms = kind.norms or config.norms
+    stream, delta, memory = carry
+
+    def mix(x: Any) -> Any:
+        nonlocal pool, memory
+        mixed, pool, memory = _mixed(config, kind, arrays, x, tokens, pool, first, memory)
+        return mixed
+
+    if config.altup is not None:
+
+        def compute(x: Any) -> Any:
+            return kind.feed_forward(config, arrays, x, axes, token_mask)[0]
+
+        stream = altup.layer(config, config.altup, arrays, stream + delta, mix, compute, features, axes)
+        return (stream, jnp.zeros_like(stream), memory), pool, None
     if not kind.mixes:
-        x, stream = _enter(config, norms, arrays, "mlp_norm", carry)
+        x, stream = _enter(config, norms, arrays, "mlp_norm", stream, delta)
         out, load = kind.feed_forward(config, arrays, checkpoint_name(x, "mlp_input"), axes, token_mask)
-        return (stream, _leave(config, norms, arrays, "mlp_post_norm", axes.total(out))), pool, load
-    x, stream = _enter(config, norms, arrays, "attention_norm", carry)
+        return (stream, _leave(config, norms, arrays, "mlp_post_norm", axes.total(out)), memory), pool, load
+    x, stream = _enter(config, norms, arrays, "attention_norm", stream, delta)
     if norms == "stream":
         stream = times(x, kind.mixer.stream_scale)
-    if isinstance(tokens, Rows):
-        mixed = kind.mixer(config, arrays, x, tokens)
-    else:
-        mixed, pool = kind.mixer.step(config, arrays, x, tokens, pool, first)
+    mixed = mix(x)
     if not kind.computes:
-        return (stream, _leave(config, norms, arrays, "attention_post_norm", axes.total(mixed))), pool, None
+        return (stream, _leave(config, norms, arrays, "attention_post_norm", axes.total(mixed)), memory), pool, None
     parallel = norms in ("parallel", "shared")
     if not parallel:
         mixed = times(_leave(config, norms, arrays, "attention_post_norm", axes.total(mixed)), kind.mixer.block_scale)
-        x, stream = _enter(config, norms, arrays, "mlp_norm", (stream, mixed))
+        x, stream = _enter(config, norms, arrays, "mlp_norm", stream, mixed)
         if norms == "stream":
             stream = times(x, config.mlp_stream_scale)
     elif norms == "parallel":
-        x, _ = _enter(config, norms, arrays, "mlp_norm", (stream, None))
+        x, _ = _enter(config, norms, arrays, "mlp_norm", stream, None)
     x = checkpoint_name(x, "mlp_input")
     extra = {"stream": stream} if kind.feed_forward.reads_stream else {}
     out, load = kind.feed_forward(config, arrays, x, axes, token_mask, **extra)
     out = axes.total(out + mixed if parallel else out)
     out = times(_leave(config, norms, arrays, "mlp_post_norm", out), config.mlp_block_scale)
+    if features is not None:
+        stream = stream + out
+        out = layer_embedding.output(config, arrays, stream, features)
     if config.layer_scale:
         scale = jax.lax.stop_gradient(arrays["layer_scale"]).astype(stream.dtype)
         stream, out = stream * scale, out * scale
-    return (stream, out), pool, load
+    return (stream, out, memory), pool, load
 
 
-def _enter(config: ModelConfig, norms: str, arrays: Arrays, name: str, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-    """A block's input and the stream: the sum of the carry, normalized where the family has a norm of that name."""
-    stream, delta = carry
+def _mixed(
+    config: ModelConfig,
+    kind: LayerKind,
+    arrays: Arrays,
+    x: Any,
+    tokens: Rows | Step,
+    pool: Any,
+    first: Any,
+    memory: Mapping[str, Any],
+) -> tuple[Any, Any, Mapping[str, Any]]:
+    """The mixer's output, the pool, and the memory with the layer's keys and values where others read them."""
+    mixer, name, sharing = kind.mixer, kind.mixer.layer_type, kind.sharing
+    if isinstance(tokens, Step) and sharing == "reads":
+        return mixer.step(config, arrays, x, tokens, *memory[name])[0], pool, memory
+    if isinstance(tokens, Step):
+        mixed, pool = mixer.step(config, arrays, x, tokens, pool, first)
+        return mixed, pool, {**memory, name: (pool, first)} if sharing == "writes" else memory
+    if sharing is None:
+        return mixer(config, arrays, x, tokens), pool, memory
+    assert isinstance(mixer, Attention)
+    source = memory[name] if sharing == "reads" else None
+    mixed, source = mixer.with_memory(config, arrays, x, tokens, source)
+    return mixed, pool, {**memory, name: source}
+
+
+def _enter(config: ModelConfig, norms: str, arrays: Arrays, name: str, stream: Any, delta: Any) -> tuple[Any, Any]:
+    """A block's input and the stream: the sum of the two, normalized where the family has a norm of that name."""
     if name not in NORMS[norms]:
         total = stream if delta is None else checkpoint_name(stream + delta, "stream")
         return total, total
@@ -168,8 +221,6 @@ def _enter(config: ModelConfig, norms: str, arrays: Arrays, name: str, carry: tu
 def _leave(config: ModelConfig, norms: str, arrays: Arrays, name: str, delta: Any) -> Any:
     """A block's output, normalized where the family has a norm of that name."""
     delta = checkpoint_name(delta, "block_output")
-    if config.block_multiplier != 1.0:
-        delta = delta * jnp.asarray(config.block_multiplier, delta.dtype)
-    if name not in NORMS[norms]:
-        return delta
-    return norm(config, delta, arrays.get(name), bias=arrays.get(f"{name}_bias"))
+    if name in NORMS[norms]:
+        delta = norm(config, delta, arrays.get(name), bias=arrays.get(f"{name}_bias"))
+    return times(delta, config.block_multiplier)

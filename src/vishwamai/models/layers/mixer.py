@@ -90,6 +90,11 @@ class Mixer:
         """What `layer_types` in a `config.json` calls it."""
         return "full_attention" if self.window is None else "sliding_attention"
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Starts of the names of tensors that checkpoints have and the layer does not compute with."""
+        return ()
+
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """The parameters of one layer by name."""
         raise NotImplementedError

@@ -46,10 +46,11 @@ class Experts:
       method: "greedy" (the best scores by softmax), "group_limited_greedy" (in the best groups, by their best expert;
         DeepSeek V2), "noaux_tc" (by sigmoid and correction, in the best groups by two; DeepSeek V3), or "corrected" (by
         softmax and correction; ERNIE 4.5); "group_limited_top2" (by softmax, in the best groups by two; Mistral 4);
-        "sigmoid" (by sigmoid alone; Llama 4).
+        "sigmoid" (by sigmoid alone; Llama 4); "sparsemixer" (Phi-3.5-MoE).
       normalize: a token's weights add up to 1.
       scale: factor of the weights after that.
       num_groups, top_groups: number of groups of experts, and of those that a token may reach.
+      margin: half the margin of "sparsemixer".
       biases: the router and the experts have biases.
       clamped_limit: limit of the clamped unit of gpt-oss; None for the plain unit.
       gated: experts, and the network that every token passes, are gated units; False for units without a gate.
@@ -69,6 +70,7 @@ class Experts:
     scale: float = 1.0
     num_groups: int | None = None
     top_groups: int | None = None
+    margin: float = 0.01
     biases: bool = False
     clamped_limit: float | None = None
     gated: bool = True
@@ -294,6 +296,8 @@ def _routing(experts: Experts, arrays: Mapping[str, Any]) -> dict[str, Any]:
     options |= {"logit_bias": arrays.get("router_bias"), "expert_scale": arrays.get("expert_scale")}
     if experts.method == "greedy":
         return options
+    if experts.method == "sparsemixer":
+        return {**options, "scoring": "sparsemixer", "margin": 2 * experts.margin}
     if experts.method == "sigmoid":
         return {**options, "scoring": "sigmoid"}
     if experts.method == "corrected":

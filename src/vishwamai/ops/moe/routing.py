@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Bool, Float, Key
 
-SCORINGS = ("softmax", "sigmoid")
+SCORINGS = ("softmax", "sigmoid", "sparsemixer")
 GROUP_SCORES = {"top2": 2, "max": 1}
 """How many of a group's best experts make its score."""
 
@@ -63,6 +63,7 @@ def moe_routing(
     num_groups: int = 1,
     top_groups: int | None = None,
     group_score: str = "top2",
+    margin: float = 0.02,
     jitter: float = 0.0,
     key: Key[Array, ""] | None = None,
     axis_name: str | Sequence[str] | None = None,
@@ -75,6 +76,9 @@ def moe_routing(
     themselves, so a bias moves load without entering the result: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024),
     section 2.1.2, which raises the bias of underused experts after each step. Of equal scores the lower expert wins.
 
+    With "sparsemixer" an expert's weight is its softmax among the experts that are not chosen yet and whose logits are
+    close to the best of these: Liu et al., "GRIN: GRadient-INformed MoE" (2024), without its random choice.
+
     Load balance: `num_experts * sum_e f_e p_e`, f the share of choices that fell on e and p the mean score of e
     (normalized over experts): Fedus et al., "Switch Transformers" (2021), equation 4. z-loss: Zoph et al., "ST-MoE"
     (2022), equation 5.
@@ -84,7 +88,7 @@ def moe_routing(
       router_weights: `[d, num_experts]`.
       num_experts: only checked against `router_weights`; None takes its columns.
       top_k: experts for each token.
-      scoring: "softmax" or "sigmoid".
+      scoring: "softmax", "sigmoid", or "sparsemixer" (Phi-3.5-MoE), which takes no `bias` and no groups.
       bias: `[num_experts]`, added to the scores for the choice alone; no gradient reaches it.
       logit_bias: `[num_experts]`, the router's own bias, a parameter like its weights (gpt-oss).
       normalize: divide a token's weights by their sum. With "softmax" they are then the softmax of the chosen logits
@@ -94,6 +98,7 @@ def moe_routing(
       num_groups: cut the experts into as many groups; top_groups: and choose among the best so many.
       group_score: score of a group: "top2", the sum of its two best experts' (DeepSeek-V3), or "max", its best expert's
         (DeepSeek-V2).
+      margin: share of the larger magnitude of two logits by which "sparsemixer" lets one lie below the best.
       jitter: multiply tokens by uniform noise in `[1 - jitter, 1 + jitter]` before scoring (Switch); needs `key`.
       key: a random key, for jitter.
       axis_name: inside `shard_map`, the mesh axes over which tokens are split: losses and counts are then those of all
@@ -117,7 +122,7 @@ def moe_routing(
     router_weights = as_array("moe_routing", "router_weights", router_weights)
     biases = {"bias": bias, "logit_bias": logit_bias, "expert_scale": expert_scale}
     grouping = num_groups, top_groups, group_score
-    experts = check_routing(tokens, router_weights, num_experts, top_k, scoring, biases, grouping, jitter, key)
+    experts = check_routing(tokens, router_weights, num_experts, top_k, scoring, biases, grouping, margin, jitter, key)
     x = tokens.astype(jnp.float32)
     if jitter:
         assert key is not None  # `_check` says so
@@ -140,7 +145,7 @@ def moe_routing(
         logits = jnp.matmul(x, router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)  # [T, experts]
         if logit_bias is not None:
             logits = logits + logit_bias.astype(jnp.float32)
-        selected = choose(logits, bias, top_k, scoring, normalize, grouping, mask)
+        selected = choose(logits, bias, top_k, scoring, normalize, grouping, margin, mask)
         if factors is not None:
             selected = (selected[0] * factors.astype(jnp.float32)[selected[1]], *selected[1:])
         squares = jax.nn.logsumexp(logits, axis=1) ** 2
@@ -178,6 +183,7 @@ def choose(
     scoring: str,
     normalize: bool,
     grouping: tuple[int, int | None, str],
+    margin: float,
     mask: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """(weights, experts, how many chose each expert, the sum over tokens of each expert's share) by float32 logits
@@ -185,21 +191,37 @@ def choose(
     out the tokens where `mask`, `[T]` of JAX, is False.
     """
     xp, functions = namespace(logits), activations(logits)
-    scores = functions.softmax(logits, -1) if scoring == "softmax" else functions.sigmoid(logits)
+    scores = functions.sigmoid(logits) if scoring == "sigmoid" else functions.softmax(logits, -1)
     preference = constant(scores if bias is None else scores + cast(bias, jnp.float32))
     num_groups, top_groups, group_score = grouping
     if top_groups is not None and top_groups < num_groups:
         preference = _within_groups(preference, num_groups, top_groups, GROUP_SCORES[group_score])
-    chosen = largest(preference, top_k)[1]
-    weights = gather_last(scores, chosen)
+    if scoring == "sparsemixer":
+        weights, chosen = _among_close(logits, top_k, margin)
+    else:
+        chosen = largest(preference, top_k)[1]
+        weights = gather_last(scores, chosen)
     if normalize:
         weights = weights / xp.clip(weights.sum(1), 1e-20, None)[:, None]
-    shares = scores if scoring == "softmax" else scores / xp.clip(scores.sum(1), 1e-20, None)[:, None]
+    shares = scores if scoring != "sigmoid" else scores / xp.clip(scores.sum(1), 1e-20, None)[:, None]
     if mask is None:
         return weights, chosen, bincount(chosen.reshape(-1), logits.shape[1]), shares.sum(0)
     bins = jnp.where(mask[:, None], chosen, logits.shape[1])
     counts = bincount(bins.reshape(-1), logits.shape[1] + 1)[:-1]
     return weights, chosen, counts, jnp.where(mask[:, None], shares, 0.0).sum(0)
+
+
+def _among_close(logits: Any, top_k: int, margin: float) -> tuple[Any, Any]:
+    """Weights and experts of "sparsemixer": one choice after the other among the experts that remain."""
+    xp, softmax = namespace(logits), activations(logits).softmax
+    fixed, remaining, weights, experts = constant(logits), logits, [], []
+    for _ in range(top_k):
+        best, expert = largest(constant(remaining), 1)  # [T, 1]
+        close = best - fixed <= margin * xp.maximum(abs(fixed), best)
+        weights.append(gather_last(softmax(xp.where(close, remaining, -xp.inf), -1), expert))
+        experts.append(expert)
+        remaining = xp.where(expert == numbers(logits.shape[1], expert), -xp.inf, remaining)
+    return xp.concatenate(weights, 1), xp.concatenate(experts, 1)
 
 
 def _within_groups(preference: Any, num_groups: int, top_groups: int, best_count: int) -> Any:
@@ -220,6 +242,7 @@ def check_routing(
     scoring: str,
     biases: Mapping[str, Any],
     grouping: tuple[int, int | None, str],
+    margin: float,
     jitter: float,
     key: Any,
 ) -> int:
@@ -262,6 +285,11 @@ def check_routing(
         )
     if group_score not in GROUP_SCORES:
         raise ShapeError(f"moe_routing: `group_score` is {group_score!r}; pass one of {', '.join(GROUP_SCORES)}.")
+    if scoring == "sparsemixer" and (biases["bias"] is not None or top_groups is not None):
+        name = "top_groups" if biases["bias"] is None else "bias"
+        raise ShapeError(f"moe_routing: `scoring` is 'sparsemixer', which chooses by logits alone; leave out `{name}`.")
+    if not margin >= 0.0:
+        raise ShapeError(f"moe_routing: `margin` is {margin}; pass a number of at least 0.")
     if not 0.0 <= jitter < 1.0:
         raise ShapeError(f"moe_routing: `jitter` is {jitter}; pass a number from 0 to less than 1.")
     if jitter and key is None:

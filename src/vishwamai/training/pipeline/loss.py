@@ -18,7 +18,8 @@ from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import final_norm
 from vishwamai.models.config import ModelConfig
-from vishwamai.models.decoder import embedded, run_segment
+from vishwamai.models.decoder import run_segment
+from vishwamai.models.inputs import embedded
 from vishwamai.models.layers.mixer import Rows
 from vishwamai.models.periods import Segment
 from vishwamai.parallel.pipeline.split import SplitPart, split_part
@@ -73,12 +74,18 @@ class PipelinedLoss:
 
     def embed(self, params: Tree, tokens: Any) -> Any:
         """The input of the first part."""
-        if self.config.learned_positions or self.config.embedding_norm:
+        config = self.config
+        if config.learned_positions or config.embedding_norm or config.layer_embedding:
             raise UnsupportedError(
-                f"{self.config.family}: the first part of a pipeline has the embedding table alone, and this model "
-                "adds learned positions or a norm to it; set mesh.pipeline=1."
+                f"{config.family}: the first part of a pipeline has the embedding table alone, and this model adds "
+                "learned positions, a norm or per-layer embeddings to it; set mesh.pipeline=1."
             )
-        return embedded(self.config, self.gathered_ends(params), tokens, self.dtype, self.axes)
+        if any(kind.sharing for kind in config.layers):
+            raise UnsupportedError(
+                f"{config.family}: layers of one part of a pipeline would attend to keys of another; set "
+                "mesh.pipeline=1."
+            )
+        return embedded(config, self.gathered_ends(params), tokens, self.dtype, self.axes)
 
     def part(self, layers: Tree, x: Any, batch: dict[str, Any], frozen: Tree) -> tuple[Any, dict[str, Any]]:
         """One part: its layers, by place in the period, have a leading axis for the periods.
@@ -103,7 +110,7 @@ class PipelinedLoss:
         if not scanned:
             groups = [jax.tree.map(lambda leaf, i=i: leaf[i], groups[0]) for i in range(periods)]
         segment = Segment(kinds, periods if scanned else 1, 0)
-        carry, loads = (x, jnp.zeros_like(x)), []
+        carry, loads = (x, jnp.zeros_like(x), {}), []
         for group in groups:
             carry, _, load = run_segment(self.config, segment, group, carry, rows, None, wrap, token_mask=mask)
             loads.append(load)
