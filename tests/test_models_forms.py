@@ -34,22 +34,32 @@ UNTRAINED = ("e_score_correction_bias", "expert_bias", "act_fn.beta", "act_fn.ep
 """Ends of the names of what no gradient reaches."""
 
 
+SMALL_GEMMA = ("gemma4_text, layer embeddings", "gemma3n_text")
 NEW = (
+    *SMALL_GEMMA,
+    *("phimoe", "exaone", "hyperclovax", "cwm", "granitemoeshared", "flex_olmo"),
     *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "mistral4", "afmoe", "minicpm3", "phi", "opt", "bloom"),
     *("falcon", "falcon, one head of keys", "falcon, in turn", "gpt2", "gpt_bigcode", "gpt_bigcode, all heads", "gptj"),
     *("cohere, norms of heads", "stablelm, norms of heads"),
 )
 OLDER = (
     *("arcee", "apertus", "starcoder2", "cohere", "cohere2", "nemotron", "stablelm", "gpt_neox"),
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "exaone_moe"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "exaone_moe", "olmo", "ernie4_5_moe"),
 )
-ADAPTED = ("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "mistral4", "gpt2", "bloom", "falcon", "gpt_neox")
+ADAPTED = (
+    *(*SMALL_GEMMA, "phimoe", "hyperclovax", "granitemoeshared"),
+    *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "mistral4", "gpt2", "bloom", "falcon", "gpt_neox"),
+)
 DEVICES = (
+    *(*SMALL_GEMMA, "phimoe", "exaone", "hyperclovax", "cwm", "granitemoeshared", "flex_olmo"),
     *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "mistral4", "afmoe", "minicpm3", "bloom", "falcon"),
     *("falcon, one head of keys", "falcon, in turn", "gpt2", "gpt_bigcode", "gpt_bigcode, all heads", "gptj", "opt"),
     *("cohere", "cohere, norms of heads", "cohere2", "stablelm", "stablelm, norms of heads", "gpt_neox"),
 )
-ROUNDED = ("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "gpt2", "bloom")
+ROUNDED = (
+    *(*SMALL_GEMMA, "phimoe", "exaone", "hyperclovax", "granitemoeshared"),
+    *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "gpt2", "bloom"),
+)
 
 
 def logits_of(model: Decoder) -> np.ndarray:

@@ -60,7 +60,8 @@ def layer_inputs(config: ModelConfig, arrays: Mapping[str, Any], tokens: Any, x:
     Args:
       config: the model.
       arrays: the parameters outside of the layers by name.
-      tokens: `[batch, seq]`, ids in the vocabulary; those past the table's end have its first row.
+      tokens: `[batch, seq]`, ids in the vocabulary; those past the table's end have its first row, that of
+        padding, and do not train it.
       x: `[batch, seq, hidden]`, result of `embedded`.
       axes: mesh axes over which the model is split, inside `shard_map`.
     """
@@ -69,7 +70,9 @@ def layer_inputs(config: ModelConfig, arrays: Mapping[str, Any], tokens: Any, x:
         return None
     if axes.features is not None:
         raise UnsupportedError(f"{config.family}: per-layer embeddings are not split by features; set mesh.fsdp=1.")
-    rows = _rows(arrays["layer_embed"], jnp.where(tokens < sizes.vocab_size, tokens, 0), x.dtype, axes)
+    inside = tokens < sizes.vocab_size
+    rows = _rows(arrays["layer_embed"], jnp.where(inside, tokens, 0), x.dtype, axes)
+    rows = jnp.where(inside[..., None], rows, jax.lax.stop_gradient(rows))
     rows = rows * jnp.asarray(sizes.size**0.5, x.dtype)
     projected = linear(x, arrays["layer_projection"]) * jnp.asarray(config.hidden_size**-0.5, x.dtype)
     shape = (*tokens.shape, config.num_layers, sizes.size)

@@ -37,17 +37,21 @@ _GLM_DEFAULTS = {
 }
 
 _LLAMA = {**COMMON, **SILU, **HEADS, **BIASES, "mlp_bias": "mlp_bias"}
+_EXAONE_LAYER = "transformer.h.{layer}."
 _EXAONE = {
-    "transformer.wte.": "model.embed_tokens.",
-    "transformer.h.": "model.layers.",
-    "transformer.ln_f.": "model.norm.",
-    ".attn.attention.": ".self_attn.",
-    ".self_attn.out_proj.": ".self_attn.o_proj.",
-    ".ln_1.": ".input_layernorm.",
-    ".ln_2.": ".post_attention_layernorm.",
-    ".mlp.c_fc_0.": ".mlp.gate_proj.",
-    ".mlp.c_fc_1.": ".mlp.up_proj.",
-    ".mlp.c_proj.": ".mlp.down_proj.",
+    **{
+        f"{name}{suffix}": Tensor(f"{_EXAONE_LAYER}{module}.{kind}", kind == "weight")
+        for name, module in (
+            *(("query", "attn.attention.q_proj"), ("key", "attn.attention.k_proj")),
+            *(("value", "attn.attention.v_proj"), ("output", "attn.attention.out_proj")),
+            *(("gate", "mlp.c_fc_0"), ("up", "mlp.c_fc_1"), ("down", "mlp.c_proj")),
+        )
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    },
+    "attention_norm": Tensor(_EXAONE_LAYER + "ln_1.weight"),
+    "mlp_norm": Tensor(_EXAONE_LAYER + "ln_2.weight"),
+    "embed": Tensor("transformer.wte.weight"),
+    "norm": Tensor("transformer.ln_f.weight"),
 }
 _CWM_ROPE = {
     "rope_type": "llama3",
@@ -69,8 +73,13 @@ def _cwm(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 
 def _hyperclovax(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The keys of HyperCLOVA X without a factor of attention's logits that is null, which is that of the head."""
-    return {key: value for key, value in values.items() if key != "attention_multiplier" or value is not None}
+    """The keys of HyperCLOVA X with the factor of attention's logits, which by default is that of the head's size."""
+    dim, hidden, heads = (values.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    if dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        dim = hidden // heads
+    if values.get("attention_multiplier") is not None or not isinstance(dim, int) or dim <= 0:
+        return values
+    return {**values, "attention_multiplier": dim**-0.5}
 
 
 DENSE: Mapping[str, Family] = {
@@ -244,7 +253,7 @@ DENSE: Mapping[str, Family] = {
             "activation_function": "hidden_act",
         },
         theta=500000.0,
-        renamed=_EXAONE,
+        tensors=_EXAONE,
     ),
     "cwm": Family(
         "CwmForCausalLM",
