@@ -33,6 +33,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "classifier_bias": True, "classifier_pooling": "mean",
          "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     ),
+    "gte": ("Gte", {**SIZES, "hidden_size": 40, "type_vocab_size": 1}),
+    "gte-types": ("Gte", {**SIZES, "hidden_size": 40, "type_vocab_size": 0, "rope_theta": 500.0}),
+    "nomic_bert": ("NomicBert", {**SIZES, "hidden_size": 40, "type_vocab_size": 2}),
     "qwen3": ("Qwen3", LLAMA),
     "gemma3": (
         "Gemma3Text",
@@ -40,6 +43,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
 }  # fmt: skip
+ROTARY = ("gte", "gte-types", "nomic_bert")
 TEXTS = ["a b c", "d", "the q r s t u v w x y z a b c d e f g h", "z y"]
 PAIRS = [("a b c", "d e"), ("x", "y z a b c d e f g h i"), ("q r s t u v w", "q")]
 
@@ -80,10 +84,14 @@ def write(folder, family: str, task: str = "Model", **options: Any):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vectors_are_those_of_sentence_transformers(family, tmp_path):
     write(tmp_path / "model", family)
+    sizes = FAMILIES[family][1]
     transformer = modules.Transformer(str(tmp_path / "model"))
     transformer.max_seq_length = 20
     torch.manual_seed(0)
-    parts: list[Any] = [transformer, modules.Pooling(30, pooling_mode="lasttoken" if family == "qwen3" else "mean")]
+    parts: list[Any] = [
+        transformer,
+        modules.Pooling(sizes["hidden_size"], pooling_mode="lasttoken" if family == "qwen3" else "mean"),
+    ]
     if family in ("gemma3", "xlm-roberta"):  # as EmbeddingGemma has it
         parts += [modules.Dense(30, 52, bias=False, activation_function=torch.nn.Identity()), modules.Dense(52, 17)]
     parts += [] if family == "bert" else [modules.Normalize()]
@@ -105,7 +113,7 @@ def test_vectors_are_those_of_sentence_transformers(family, tmp_path):
     assert is_encoder(tmp_path / "model") == (family != "qwen3")  # which may also write texts
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3", "gemma3")])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3", "gemma3", *ROTARY)])
 @pytest.mark.parametrize("activation", [None, "torch.nn.modules.linear.Identity"])
 def test_scores_are_those_of_transformers(family, activation, tmp_path):
     model = write(tmp_path, family, "ForSequenceClassification", num_labels=1)

@@ -171,6 +171,8 @@ def test_kept_weights_train_as_the_plain_ones(tmp_path, name):
     """Next to the same adapters on the plain weights that the published numbers stand for."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 32}
     published, plain = write(name, tmp_path, **sizes)
+    for folder in (published, plain):
+        make_tokenizer(small(tmp_path)).save(str(folder / "tokenizer.json"))
     common = {"evaluation": {}, "steps": 2, "remat": "full"}
     alone = list(train(adapting(tmp_path, str(plain), **common), tmp_path / "plain-run"))
     keep = {"lora": {"quantize": "keep"}}

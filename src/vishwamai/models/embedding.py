@@ -70,7 +70,7 @@ class SentenceEncoder:
         (`modules.json`, `sentence_bert_config.json`, prompts) where they exist. Without `modules.json` a vector is the
         mean of its tokens and is not normalized, as sentence-transformers does it.
 
-        BERT, RoBERTa, XLM-R and ModernBERT are read, and decoders, such as Qwen3 and Gemma 3 with attention in both
+        BERT, RoBERTa, XLM-R, ModernBERT, GTE and Nomic BERT are read, and decoders, such as Qwen3 and Gemma 3 with attention in both
         directions.
 
         Args:

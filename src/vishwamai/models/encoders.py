@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from vishwamai.models import rotary_bert
 from vishwamai.models.bert import PREFIXES, BertConfig
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.modernbert import ModernBertConfig
+from vishwamai.models.rotary_bert import RotaryBertConfig
 from vishwamai.models.shards import read_index
 from vishwamai.models.text_part import text_tensors
 from vishwamai.models.values import read_json
@@ -69,11 +71,11 @@ class DecoderStates:
         return parameters(tokens, segment_ids=segments)
 
 
-EncoderConfig = BertConfig | ModernBertConfig | DecoderStates
+EncoderConfig = BertConfig | ModernBertConfig | RotaryBertConfig | DecoderStates
 
 
 def read_encoder_config(directory: Path) -> EncoderConfig:
-    """The configuration of an encoder's directory: BERT and its kin, ModernBERT, or a decoder.
+    """The configuration of an encoder's directory: BERT and its kin, ModernBERT, GTE, Nomic BERT, or a decoder.
 
     Raises:
       ShapeError, UnsupportedError: as the `from_file` of its class, or `read_config`.
@@ -82,6 +84,8 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
     kind = read_json(path).get("model_type")
     if kind == "modernbert":
         return ModernBertConfig.from_file(path)
+    if kind in rotary_bert.FAMILIES:
+        return RotaryBertConfig.from_file(path)
     return BertConfig.from_file(path) if kind in PREFIXES else DecoderStates(read_config(directory))
 
 
@@ -91,7 +95,7 @@ def is_encoder(directory: Path) -> bool:
     if (directory / "modules.json").exists():
         return True
     values = read_json(path) if path.exists() else {}
-    return values.get("model_type") in (*PREFIXES, "modernbert") or bool(
+    return values.get("model_type") in (*PREFIXES, *rotary_bert.FAMILIES, "modernbert") or bool(
         values.get("use_bidirectional_attention") is True
     )
 
