@@ -70,8 +70,8 @@ class SentenceEncoder:
         (`modules.json`, `sentence_bert_config.json`, prompts) where they exist. Without `modules.json` a vector is the
         mean of its tokens and is not normalized, as sentence-transformers does it.
 
-        BERT, RoBERTa, XLM-R, ModernBERT, GTE and Nomic BERT are read, and decoders, such as Qwen3 and Gemma 3 with attention in both
-        directions.
+        BERT, RoBERTa, XLM-R, ModernBERT, GTE and Nomic BERT are read, and decoders, such as Qwen3 and Gemma 3 with
+        attention in both directions.
 
         Args:
           directory: folder of the files, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".

@@ -146,13 +146,13 @@ class RotaryBertConfig:
 
         def gte(i: int) -> RotaryBertLayer:
             name = f"encoder.layer.{i}"
-            both = reader.linear(hidden, 2 * inner, f"{name}.mlp.up_gate_proj", bias=False).weight
+            fused = reader.linear(hidden, 2 * inner, f"{name}.mlp.up_gate_proj", bias=False).weight
             return RotaryBertLayer(
                 reader.linear(hidden, 3 * hidden, f"{name}.attention.qkv_proj"),
                 reader.linear(hidden, hidden, f"{name}.attention.o_proj"),
                 reader.norm(f"{name}.attn_ln", hidden),
-                Linear(both[:, inner:], None),
-                Linear(both[:, :inner], None),
+                Linear(fused[:, inner:], None),
+                Linear(fused[:, :inner], None),
                 reader.linear(inner, hidden, f"{name}.mlp.down_proj"),
                 reader.norm(f"{name}.mlp_ln", hidden),
             )
