@@ -147,14 +147,19 @@ def test_the_text_part_of_a_vision_model_loads(name: str, tmp_path: Path) -> Non
 def test_quantized_forms_that_are_not_read_are_declined_by_name(tmp_path: Path) -> None:
     Peer("Llama").save(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
-    for method in ("bitsandbytes", "torchao", "quanto", "modelopt"):
+    for method in ("hqq", "aqlm", "quanto", "auto-round"):
         settings = {"quant_method": method, "load_in_4bit": True}
         (tmp_path / "config.json").write_text(json.dumps({**values, "quantization_config": settings}))
         with pytest.raises(UnsupportedError, match=f"`quantization_config.quant_method` is '{method}'"):
             from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(values))
-    for name, method in (("quanto_qmap.json", "optimum-quanto"), ("hf_quant_config.json", "modelopt")):
-        (tmp_path / name).write_text("{}")
-        with pytest.raises(UnsupportedError, match=f"{name}: the weights are quantized by {method}"):
-            quantization(tmp_path)
-        (tmp_path / name).unlink()
+    (tmp_path / "quanto_qmap.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="quanto_qmap.json: the weights are quantized by optimum-quanto"):
+        quantization(tmp_path)
+    (tmp_path / "quanto_qmap.json").unlink()
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(ShapeError, match="hf_quant_config.json: `quantization` is None; expected an object"):
+        quantization(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "INT4_AWQ"}}')
+    with pytest.raises(UnsupportedError, match="quant_algo` is 'INT4_AWQ'; the loader reads FP8"):
+        quantization(tmp_path)
