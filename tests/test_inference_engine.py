@@ -11,12 +11,13 @@ from flax import nnx
 
 import models_peer
 from benchmark_files import loaded
+from models_families import TINY
 from models_peer import Peer
 from vishwamai.core import execute
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.inference import Engine, Limits, Sampling
 from vishwamai.inference.pools import kv_dtype_of, make_pools
-from vishwamai.models import Decoder, PagedBatch, from_pretrained
+from vishwamai.models import Decoder, ModelConfig, PagedBatch, from_pretrained
 from vishwamai.models.rotation import rotation_switch
 
 LIMITS = Limits(max_sequences=4, max_tokens=16, max_length=96, page_size=4)
@@ -257,6 +258,26 @@ def test_keys_and_values_of_8_bits(peer_and_model, kv_dtype):
     if kv_dtype == "int8":  # whose error grows with the scale
         coarse = jax.tree.map(lambda x: 9 * x if x.dtype == jnp.float32 else x, pools)
         assert error(coarse) > 2 * error(pools)
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("name", ["gemma4_text, layer embeddings", "nemotron_h"])
+def test_layers_without_pages_have_8_bits_next_to_them(name):
+    """Layers that read the keys of another, or have no mixer, have pages of no features."""
+    model = Decoder(ModelConfig.from_dict(TINY[name].config().to_dict()), rngs=nnx.Rngs(0))
+    tokens = jnp.asarray(PROMPTS[2])
+    count, pages = len(tokens), 5
+    batch = PagedBatch(
+        jnp.array([count], jnp.int32),
+        jnp.arange(pages, dtype=jnp.int32)[None],
+        jnp.array([0, count], jnp.int32),
+        states=jnp.zeros((2, 1), jnp.int32),
+    )
+    step = jax.jit(lambda pools: model.logits(model.step(tokens, pools, batch)[0]))
+    exact, rounded = (
+        step(make_pools(model, 4, pages, kv_dtype_of(kind), TOKENS[1], num_states=1)) for kind in ("float32", "int8")
+    )
+    assert 0 < jnp.abs(rounded - exact).max() < 0.1 * jnp.abs(exact).max()
 
 
 @pytest.mark.turns(5)

@@ -155,11 +155,12 @@ def _largest(
         pool = pages_of(pool)
         if pool is None:
             return None
-        rows = jnp.abs(pool.astype(jnp.float32)).reshape(pool.shape[0] // pages, -1, *pool.shape[2:])
+        rows = jnp.abs(pool.astype(jnp.float32))
+        rows = rows.reshape(pool.shape[0] // pages, pages * pool.shape[1], *pool.shape[2:])
         if rows.ndim == 3:  # latent rows, which are key and value at once
             maxima = rows.max(axis=(1, 2))[:, None]
             return maxima, maxima
-        maxima = rows.max(axis=(1, 3))  # key and value of each head in turn
+        maxima = rows.max(axis=(1, 3), initial=0.0)  # key and value of each head in turn; layers may have no features
         return maxima[:, 0::2], maxima[:, 1::2]
 
     @jax.jit
