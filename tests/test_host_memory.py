@@ -1,10 +1,14 @@
 """Memory that goes back to the system."""
 
 import ctypes
+import gc
 import os
+import signal
 
 import pytest
+import uvicorn
 
+from vishwamai.cli import main, serve
 from vishwamai.core import host_memory
 
 
@@ -32,3 +36,18 @@ def test_a_library_without_it_changes_nothing(monkeypatch):
         assert host_memory._malloc_trim() is None
     finally:
         host_memory._malloc_trim.cache_clear()
+
+
+def test_collections_leave_out_what_existed_before(monkeypatch):
+    """`serve` runs so: a collection of all objects holds every answer up."""
+    earlier: list[object] = []
+
+    def visited() -> bool:
+        return any(entry is earlier for entry in gc.get_objects())
+
+    counts = []
+    monkeypatch.setattr(serve, "_models", lambda _: (None, None, ("name",), {}))
+    monkeypatch.setattr(uvicorn.Server, "run", lambda _: counts.append((gc.get_freeze_count() > 10_000, visited())))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main(["serve", "anything", "--port", "0"]) == 0
+    assert counts == [(True, False)] and visited()

@@ -25,6 +25,7 @@ from vishwamai.cli.address import check_address
 from vishwamai.cli.certificates import check_certificate
 from vishwamai.cli.function import CommandError
 from vishwamai.core.errors import VishwamaiError
+from vishwamai.core.host_memory import settled
 from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
@@ -192,7 +193,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Until uvicorn takes SIGTERM, and drains at it. It raises the signal again at its end, for who handled it before.
     signal.signal(signal.SIGTERM, stop)
-    server.run()
+    with settled():
+        server.run()
     return 0 if engine is None or engine.failure is None else 1
 
 

@@ -1,11 +1,12 @@
-"""Memory of this process that the allocator keeps although it was freed."""
+"""Memory of this process: what the allocator keeps although it was freed, and what garbage collection visits."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 def give_back() -> None:
@@ -17,6 +18,21 @@ def give_back() -> None:
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
+
+
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """In the block, collections of garbage leave out what existed before it.
+
+    A full collection visits the objects of a server's libraries, programs and tokenizer. With a tiny model that took
+    0.1 to 0.4 s of a CPU, and no thread of Python goes on meanwhile.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @functools.cache
