@@ -22,6 +22,7 @@ DEEPSEEK = {
     "v_head_dim": 12,
     "routed_scaling_factor": 1.5,
 }
+INDEXED = {"index_topk": 9, "index_n_heads": 16, "index_head_dim": 20}  # ties are decided otherwise there
 CORRECTED = {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
@@ -143,6 +144,8 @@ TINY: dict[str, Peer] = {
         "GraniteMoeShared", {**MIXTURE, "shared_intermediate_size": 40, "residual_multiplier": 0.7}
     ),
     "flex_olmo": Peer("FlexOlmo", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "deepseek_v32": Peer("DeepseekV32", {**DEEPSEEK, **INDEXED}),
+    "glm_moe_dsa": Peer("GlmMoeDsa", {**DEEPSEEK, **INDEXED, "num_hidden_layers": 4, "index_topk_freq": 2}),
     "olmo3": Peer("Olmo3", {"sliding_window": 9, "num_hidden_layers": 4}),
     "ministral": Peer("Ministral", {"sliding_window": 9, "head_dim": 24}),
     "ministral3": Peer(

@@ -118,6 +118,10 @@ SYMBOLIC = {
         (lambda x: vm.causal_conv1d(x, DOWN[0, :16, :4], activation="silu"), "b, t, 16"),
         (lambda x, ids: vm.causal_conv1d(x, DOWN[0, :16, :4], segment_ids=ids), "b, t, 16", "i: b, t"),
     ],
+    "indexed_attention": [
+        (vm.indexed_attention, "b, 4, t, 16", "b, 2, k, 16", "b, 2, k, 8", "i: b, t, 3"),
+        (lambda x, w: vm.lightning_index(x, x[:, 0], w, top_k=3), "b, 2, 8, 16", "b, 8, 2"),
+    ],
     "gated_delta_rule": [
         (lambda x, decay: vm.gated_delta_rule(0.1 * x, 0.1 * x, x, -(decay**2)), "b, 2, 8, 16", "b, 2, 8"),
         (lambda x: vm.linear_attention(x, x, x), "b, 2, 8, 16"),

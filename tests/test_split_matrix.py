@@ -386,6 +386,24 @@ def pages() -> dict[str, Subject]:
     }
 
 
+def indexed() -> dict[str, Subject]:
+    indices = np.random.default_rng(0).integers(-1, 9, (1, 6, 4))
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return vishwamai.indexed_attention(query, key, value, indices)
+
+    def index(query: Any, key: Any, weights: Any) -> Any:
+        return vishwamai.lightning_index(query, key, weights, top_k=4).astype(jnp.float32)
+
+    arrays = {"query": normal(8, 8, 6, 8), "key": normal(1, 8, 8, 9, 8)[0], "value": normal(8, 8, 9, 16)}
+    parts = {"query": normal(8, 2, 6, 8), "key": normal(1, 8, 9, 8)[0], "weights": normal(8, 6, 2)}
+    splits = {"data": along(ROWS, attend, *arrays), "heads": along(HEADS, attend, *arrays)}
+    return {
+        "indexed_attention": Subject("indexed_attention", attend, arrays, splits),
+        "lightning_index": Subject("lightning_index", index, parts, {"data": along(ROWS, index, *parts)}),
+    }
+
+
 def states() -> dict[str, Subject]:
     def conv(x: Any, weight: Any) -> Any:
         return vishwamai.causal_conv1d(x, weight, activation="silu")
@@ -427,7 +445,7 @@ def states() -> dict[str, Subject]:
     }
 
 
-SUBJECTS = products() | rows() | attention() | losses_and_experts() | pages() | states()
+SUBJECTS = products() | rows() | attention() | losses_and_experts() | pages() | indexed() | states()
 WITHOUT_GRADIENTS = ("ragged_paged_attention", "update_pages")
 MATRIX = [
     (name, split, mode)

@@ -44,6 +44,7 @@ def layers(family: Family) -> list[str]:
     norms = {"post": "norms after blocks", "both": "norms before and after blocks"}
     words = {
         "latent attention": "latent.kv_rank" in fields,
+        "tokens chosen by an index": "latent.index_keys" in fields,
         "short convolutions": ShortConv in family.mixers.values(),
         "state spaces": any(issubclass(mixer, (Mamba1, Mamba2)) for mixer in family.mixers.values()),
         "attention and a state space in one layer": AttentionAndMamba in family.mixers.values(),

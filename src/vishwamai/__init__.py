@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the table below, as tools read it
     from vishwamai.ops.conv import causal_conv1d
     from vishwamai.ops.delta import gated_delta_rule, linear_attention, state_space
     from vishwamai.ops.gated import gated_linear_unit
+    from vishwamai.ops.indexed import indexed_attention, lightning_index
     from vishwamai.ops.loss import linear_cross_entropy
     from vishwamai.ops.matmul import gemm
     from vishwamai.ops.matmul.einsum import einsum
@@ -96,8 +97,10 @@ __all__ = [
     "gelu",
     "gemm",
     "grouped_gemm",
+    "indexed_attention",
     "kernel_config",
     "layer_norm",
+    "lightning_index",
     "linear_attention",
     "linear_cross_entropy",
     "load_codes",
@@ -132,6 +135,7 @@ _MODULES = {
     "ops.conv": "causal_conv1d",
     "ops.delta": "gated_delta_rule linear_attention state_space",
     "ops.gated": "gated_linear_unit",
+    "ops.indexed": "indexed_attention lightning_index",
     "ops.loss": "linear_cross_entropy",
     "ops.matmul": "gemm",
     "ops.matmul.einsum": "einsum",

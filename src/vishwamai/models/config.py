@@ -184,6 +184,11 @@ class ModelConfig:
                 f"ModelConfig: `altup_active_idx` is {self.altup.active}; expected one of `altup_num_inputs` = "
                 f"{self.altup.count} streams, counted from 0."
             )
+        if self.latent is not None and self.latent.index_keys and self.latent.index_dim < self.latent.rope_dim:
+            raise ShapeError(
+                f"ModelConfig: `index_head_dim` is {self.latent.index_dim}, but the indexer rotates `qk_rope_head_dim` "
+                f"= {self.latent.rope_dim} features of it; expected at least as many."
+            )
         if len(self.layers) != self.num_layers:
             raise ShapeError(
                 f"ModelConfig: `layers` has {len(self.layers)} kinds, but num_layers is {self.num_layers}; give one "

@@ -18,6 +18,7 @@ from vishwamai.models.config import ModelConfig
 from vishwamai.models.inputs import embedded, layer_inputs
 from vishwamai.models.layers.altup import first_streams, last_stream
 from vishwamai.models.layers.feed_forward import ExpertLoad
+from vishwamai.models.layers.indexed import first_index
 from vishwamai.models.layers.layer import layer
 from vishwamai.models.layers.mixer import Rows, Step
 from vishwamai.models.pages import PagedBatch, first_entry
@@ -211,7 +212,8 @@ class Decoder(nnx.Module):
         inputs = layer_inputs(self.config, top, ids, x, axes)
         if self.config.altup is not None:
             x = first_streams(self.config, top, x)
-        carry, states, start = (x, jnp.zeros_like(x), {}), [], 0
+        memory = first_index(self.config, x.shape[:2], tokens, pools)
+        carry, states, start = (x, jnp.zeros_like(x), memory), [], 0
         loads: list[ExpertLoad | None] = []
         periods: dict[Any, Callable[..., Any]] = {}
         for segment in segments(self.config, self.stacked):

@@ -30,6 +30,7 @@ _KINDS: Mapping[str, tuple[type, float | None]] = {
     "interleave_moe_layer_step": (int, None),
     "decoder_sparse_step": (int, None),
     "full_attention_interval": (int, None),
+    "indexer_types": (list, None),
     "layer_types": (list, None),
     "layers_block_type": (list, None),
     "no_rope_layer_interval": (int, None),

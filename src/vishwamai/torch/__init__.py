@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vishwamai.torch.einsum import einsum
     from vishwamai.torch.explain import explain
     from vishwamai.torch.gated import gated_linear_unit
+    from vishwamai.torch.indexed import indexed_attention, lightning_index
     from vishwamai.torch.loss import linear_cross_entropy
     from vishwamai.torch.matmul import gemm
     from vishwamai.torch.merge import merge_attention
@@ -58,7 +59,9 @@ __all__ = [
     "gelu",
     "gemm",
     "grouped_gemm",
+    "indexed_attention",
     "layer_norm",
+    "lightning_index",
     "linear_attention",
     "linear_cross_entropy",
     "log_softmax",
@@ -89,6 +92,7 @@ _MODULES = {
     "einsum": "einsum",
     "explain": "explain",
     "gated": "gated_linear_unit",
+    "indexed": "indexed_attention lightning_index",
     "loss": "linear_cross_entropy",
     "matmul": "gemm",
     "merge": "merge_attention",

@@ -7,9 +7,11 @@ from typing import Any
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.families.family import BIASES, COMMON, CORRECTED, SILU, Family, sizes, tokens
+from vishwamai.models.layers.indexed import FullIndexAttention, IndexedAttention, SharedIndexAttention
 from vishwamai.models.layers.latent import LatentAttention
 from vishwamai.models.layers.mixer import Mixer
 from vishwamai.models.parameters import PREFIX, Tensor
+from vishwamai.models.values import check_value
 
 _KEYS = {
     **COMMON,
@@ -65,7 +67,108 @@ def _minicpm3(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     return values
 
 
+_INDEXED = {
+    **_NORMALIZED,
+    "index_head_dim": "latent.index_dim",
+    "index_n_heads": "latent.index_heads",
+    "index_topk": "latent.index_keys",
+}
+_INDEX_SIZES = {"index_head_dim": 128, "index_topk": 2048}
+_INDEX_FIXED = {"rope_interleave": (True,), "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
+
+
+def _with_queries(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys, of a model whose indexer reads the vector that queries are made of."""
+    if values.get("q_lora_rank", 0) is None:
+        raise UnsupportedError(f"{source}: `q_lora_rank` is null; the indexer reads that vector. Give its size.")
+    return values
+
+
+def _glm_dsa(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The keys of GLM-5 with a type of indexer for every layer."""
+    result = dict(_with_queries(values, source))
+    count = result.get("num_hidden_layers", 78)
+    pattern = result.pop("index_topk_pattern", None)
+    period, start = result.pop("index_topk_freq", None), result.pop("index_skip_topk_offset", None)
+    check_value("num_hidden_layers", count, int, source, 1)
+    if result.get("indexer_types") is not None or count > _MOST_LAYERS:
+        return result
+    if isinstance(pattern, str):
+        result["indexer_types"] = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    elif pattern is not None:
+        result["indexer_types"] = pattern
+    else:
+        period, start = 1 if period is None else period, 2 if start is None else start
+        check_value("index_topk_freq", period, int, source, None)
+        check_value("index_skip_topk_offset", start, int, source, None)
+        places = [max(i - start + 1, 0) % max(period, 1) for i in range(count)]
+        result["indexer_types"] = ["shared" if place else "full" for place in places]
+    return result
+
+
+_MOST_LAYERS = 10_000  # more are declined with the other sizes, before anything is made of them
+
 LATENT: Mapping[str, Family] = {
+    "deepseek_v32": Family(
+        "DeepseekV32ForCausalLM",
+        _INDEXED,
+        fields={**_FIELDS, "experts.method": "noaux_tc"},
+        defaults={
+            **_DEFAULTS,
+            **_INDEX_SIZES,
+            "first_k_dense_replace": 3,
+            "index_n_heads": 64,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+            **tokens(0, 1),
+        },
+        sizes=sizes(129280, 7168, 18432, 61, 128, 163840),
+        mixers={"full_attention": IndexedAttention},
+        fixed=_INDEX_FIXED,
+        ignored=(*_IGNORED, "layer_types"),
+        aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
+        derive=_with_queries,
+        layer_keys=("mlp_layer_types",),
+    ),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaForCausalLM",
+        _INDEXED,
+        fields={**_FIELDS, "experts.method": "noaux_tc"},
+        defaults={
+            **_DEFAULTS,
+            **_INDEX_SIZES,
+            "first_k_dense_replace": 3,
+            "index_n_heads": 32,
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 1,
+            "v_head_dim": 256,
+            **tokens(0, 1),
+        },
+        sizes=sizes(154880, 6144, 12288, 78, 64, 202752),
+        mixers={"full": FullIndexAttention, "shared": SharedIndexAttention},
+        fixed={**_INDEX_FIXED, "indexer_rope_interleave": (True,), "moe_router_dtype": ("float32",)},
+        ignored=(*_IGNORED, "index_share_for_mtp_iteration", "layer_types"),
+        aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
+        derive=_glm_dsa,
+        layer_types="types",
+        types_key="indexer_types",
+        layer_keys=("mlp_layer_types",),
+    ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         {**_KEYS, "topk_method": "experts.method"},

@@ -36,6 +36,8 @@ class Latent:
         of (None: the layer's input).
       nope_dim, rope_dim: features of a head's query and key that do not turn, and that do.
       value_dim: features of a head's value.
+      index_heads, index_dim: heads and features of a head of the indexer (`layers.indexed`).
+      index_keys: tokens that the indexer chooses for each query.
     """
 
     kv_rank: int
@@ -43,6 +45,9 @@ class Latent:
     rope_dim: int
     value_dim: int
     query_rank: int | None = None
+    index_heads: int = 0
+    index_dim: int = 0
+    index_keys: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +69,7 @@ class LatentAttention(Mixer):
     }
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
-        latent = _sizes(config)
+        latent = sizes(config)
         hidden, heads = config.hidden_size, config.num_heads
         queries = heads * (latent.nope_dim + latent.rope_dim)
         if latent.query_rank is None:
@@ -87,8 +92,8 @@ class LatentAttention(Mixer):
         return table
 
     def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
-        latent = _sizes(config)
-        plain, turning, key, vector = _vectors(latent, arrays, x)
+        latent = sizes(config)
+        plain, turning, key, vector, _ = vectors(latent, arrays, x)
         turning, key = rotated(config, self.rope, turning, key, rows.positions)
         plain = grown(self.rope, plain, rows.positions)
         expanded = linear(vector, arrays["latent_up"])
@@ -101,23 +106,19 @@ class LatentAttention(Mixer):
         return _output(latent, arrays, mixed, rows.axes)
 
     def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
-        latent = _sizes(config)
-        plain, turning, key, vector = _vectors(latent, arrays, x)
+        latent = sizes(config)
+        plain, turning, key, vector, _ = vectors(latent, arrays, x)
         turning, key = rotated(config, self.rope, turning, key, step.positions, step.lengths)
         plain = grown(self.rope, plain, step.positions)
-        up = arrays["latent_up"].astype(plain.dtype)
-        up = up.reshape(latent.kv_rank, config.num_heads, latent.nope_dim + latent.value_dim)
-        absorbed = vishwamai.einsum("bshn,rhn->bshr", plain, up[..., : latent.nope_dim])
-        query = jnp.concatenate([absorbed, turning], axis=-1)  # [batch, seq, heads, kv_rank + rope_dim]
+        query = absorbed_queries(latent, arrays, plain, turning)
         row = jnp.concatenate([vector[..., None, :], key], axis=-1)
         mixed, pool = attend_pages(
             config, self.window, query, row, None, None, step.batch, pool, first, latent_dim=latent.kv_rank
         )  # [batch, seq, heads, kv_rank]
-        mixed = vishwamai.einsum("bshr,rhv->bshv", mixed, up[..., latent.nope_dim :])
-        return _output(latent, arrays, mixed), pool
+        return expanded_output(latent, arrays, mixed), pool
 
     def page_row(self, config: ModelConfig) -> tuple[int, ...]:
-        latent = _sizes(config)
+        latent = sizes(config)
         # Whole lanes of a TPU: see `vishwamai.ragged_paged_attention`.
         return (-(-(latent.kv_rank + latent.rope_dim) // _LANES) * _LANES,)
 
@@ -129,29 +130,50 @@ class LatentAttention(Mixer):
         return 2.0 * self.ring_features(config) * length
 
     def ring_features(self, config: ModelConfig) -> int:
-        latent = _sizes(config)
+        latent = sizes(config)
         return config.num_heads * (latent.nope_dim + latent.rope_dim + latent.value_dim)
 
 
-def _sizes(config: ModelConfig) -> Latent:
+def sizes(config: ModelConfig) -> Latent:
+    """The sizes of a model with latent attention."""
     assert config.latent is not None
     return config.latent
 
 
-def _vectors(latent: Latent, arrays: Arrays, x: Any) -> tuple[Any, Any, Any, Any]:
+def vectors(latent: Latent, arrays: Arrays, x: Any) -> tuple[Any, Any, Any, Any, Any]:
     """Features of queries that do not turn `[batch, seq, heads, nope_dim]` and that do, those of the key that do
-    `[batch, seq, 1, rope_dim]`, and the latent vector `[batch, seq, kv_rank]`.
+    `[batch, seq, 1, rope_dim]`, the latent vector `[batch, seq, kv_rank]`, and the vector that queries are made of.
     """
     width = latent.nope_dim + latent.rope_dim
     if latent.query_rank is None:
-        query = linear(x, arrays["query"])
+        source, query = x, linear(x, arrays["query"])
     else:
         low = linear(x, arrays["query_down"], arrays.get("query_down_bias"))
-        query = linear(vishwamai.rms_norm(low, arrays["query_down_norm"], eps=_NORM_EPS), arrays["query_up"])
+        source = vishwamai.rms_norm(low, arrays["query_down_norm"], eps=_NORM_EPS)
+        query = linear(source, arrays["query_up"])
     query = query.reshape(*x.shape[:-1], query.shape[-1] // width, width)
     low = linear(x, arrays["latent_down"], arrays.get("latent_down_bias"))
     vector = vishwamai.rms_norm(low[..., : latent.kv_rank], arrays["latent_norm"], eps=_NORM_EPS)
-    return query[..., : latent.nope_dim], query[..., latent.nope_dim :], low[..., None, latent.kv_rank :], vector
+    turning = query[..., latent.nope_dim :]
+    return query[..., : latent.nope_dim], turning, low[..., None, latent.kv_rank :], vector, source
+
+
+def absorbed_queries(latent: Latent, arrays: Arrays, plain: Any, turning: Any) -> Any:
+    """Queries `[batch, seq, heads, kv_rank + rope_dim]` that read latent vectors in place of keys."""
+    up = _expansion(latent, arrays, plain)[..., : latent.nope_dim]
+    return jnp.concatenate([vishwamai.einsum("bshn,rhn->bshr", plain, up), turning], axis=-1)
+
+
+def expanded_output(latent: Latent, arrays: Arrays, mixed: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
+    """The layer's output of mixed latent vectors `[batch, seq, heads, kv_rank]`."""
+    up = _expansion(latent, arrays, mixed)[..., latent.nope_dim :]
+    return _output(latent, arrays, vishwamai.einsum("bshr,rhv->bshv", mixed, up), axes)
+
+
+def _expansion(latent: Latent, arrays: Arrays, x: Any) -> Any:
+    """The expansion of latent vectors `[kv_rank, heads, nope_dim + value_dim]`, for heads `x`."""
+    up = arrays["latent_up"].astype(x.dtype)
+    return up.reshape(latent.kv_rank, x.shape[2], latent.nope_dim + latent.value_dim)
 
 
 def _output(latent: Latent, arrays: Arrays, mixed: Any, axes: MeshAxes = ONE_DEVICE) -> Any:

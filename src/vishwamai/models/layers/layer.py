@@ -21,6 +21,7 @@ from vishwamai.models.layers import altup, layer_embedding
 from vishwamai.models.layers.absent import NoFeedForward, NoMixer
 from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.feed_forward import ExpertLoad, FeedForward, Gated
+from vishwamai.models.layers.indexed import INDEX, SharedIndexAttention
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
 from vishwamai.models.layers.mixture import GatedAndMixture, Mixture
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, norm_parameters
@@ -124,7 +125,8 @@ def layer(
       kind: the layer's halves.
       arrays: its parameters by name.
       carry: (stream, delta, memory): `[batch, seq, hidden]` twice, whose sum is the layer's input (a delta of None is
-        0), and by type of layer the keys and values, or the pool and its index, of layers whose `sharing` is "writes".
+        0), and by type of layer the keys and values, or the pool and its index, of layers whose `sharing` is "writes";
+        and the tokens chosen, where layers share them (`indexed.first_index`).
       tokens: whole sequences, or the new tokens of a step.
       pool, first: state and index of `Mixer.step`; None for whole sequences.
       token_mask: mask of `FeedForward`.
@@ -193,6 +195,10 @@ def _mixed(
 ) -> tuple[Any, Any, Mapping[str, Any]]:
     """The mixer's output, the pool, and the memory with the layer's keys and values where others read them."""
     mixer, name, sharing = kind.mixer, kind.mixer.layer_type, kind.sharing
+    if INDEX in memory:
+        assert isinstance(mixer, SharedIndexAttention)
+        mixed, pool, index = mixer.mixed(config, arrays, x, tokens, pool, first, memory[INDEX])
+        return mixed, pool, {**memory, INDEX: index}
     if isinstance(tokens, Step) and sharing == "reads":
         return mixer.step(config, arrays, x, tokens, *memory[name])[0], pool, memory
     if isinstance(tokens, Step):

@@ -1,0 +1,149 @@
+"""Which keys each query should see: the lightning indexer. Plain JAX on every platform, and torch by the same formula.
+
+DeepSeek-AI, "DeepSeek-V3.2" (2025), section 2.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from vishwamai.core.arguments import checked
+from vishwamai.core.arrays import cast, constant, largest, namespace, numbers, widened
+from vishwamai.core.errors import ShapeError
+from vishwamai.core.shape_checks import Argument, check_shapes
+from vishwamai.core.sharding import Axes, follow_explicit_axes, match_varying
+from vishwamai.core.spec import as_array
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
+_NAME = "lightning_index"
+_BLOCK_BYTES = 64 << 20
+"""Bytes of the products of a block of queries."""
+
+
+@checked
+def lightning_index(
+    query: Float[Array, "batch heads q_len dim"],
+    key: Float[Array, "batch kv_len dim"],
+    weights: Float[Array, "batch q_len heads"],
+    *,
+    top_k: int,
+    positions: Int[Array, "batch q_len"] | None = None,
+    segment_ids: tuple[Int[Array, "batch q_len"], Int[Array, "batch kv_len"]] | None = None,
+) -> Int[Array, "batch q_len chosen"]:
+    """The keys with the highest scores of each query: `score[t, s] = sum_h weights[t, h] relu(query[h, t] . key[s])`,
+    of the keys up to the query's own. They are what `indexed_attention` takes.
+
+    Products and sums are float32 (float64 for float64). Positive factors of the scores change no choice, so there is no
+    scale. No gradient goes through the choice.
+
+    Args:
+      query: `[batch, heads, q_len, dim]`, the indexer's own heads.
+      key: `[batch, kv_len, dim]`, one head.
+      weights: `[batch, q_len, heads]`, the factor of each head, of any sign.
+      top_k: keys of each query, at least 1.
+      positions: integers `[batch, q_len]`: query i sees the keys up to positions[i]; None: the last query sees them
+        all, `i + kv_len - q_len`.
+      segment_ids: integers `[batch, q_len]` and `[batch, kv_len]` of packed sequences: a query sees keys of its own
+        id only.
+
+    Returns:
+      int32 `[batch, q_len, min(top_k, kv_len)]`, best first, of equal scores the lower key; -1 where a query sees fewer
+      keys.
+
+    Raises:
+      ShapeError: an argument is not legal or does not fit the others.
+
+    >>> import jax.numpy as jnp
+    >>> key = jnp.array([[[1.0], [3.0], [2.0], [-1.0]]])
+    >>> lightning_index(jnp.ones((1, 1, 4, 1)), key, jnp.ones((1, 4, 1)), top_k=2).tolist()
+    [[[0, -1], [1, 0], [1, 2], [1, 2]]]
+    """
+    named = {"query": query, "key": key, "weights": weights}
+    query, key, weights = (as_array(_NAME, name, x) for name, x in named.items())
+    positions = None if positions is None else as_array(_NAME, "positions", positions)
+    if segment_ids is not None:
+        segment_ids = tuple(as_array(_NAME, "segment_ids", x) for x in segment_ids)
+    check_index(query, key, weights, top_k, positions, segment_ids)
+    ids = (None, None) if segment_ids is None else segment_ids
+    axes = Axes(
+        (
+            ("batch", None, None, None),
+            ("batch", None, None),
+            ("batch", None, None),
+            None if positions is None else ("batch", None),
+            *((None, None) if segment_ids is None else (("batch", None),) * 2),
+        ),
+        ("batch", None, None),
+        frozenset({"batch"}),
+    )
+
+    def blocks(query: Any, key: Any, weights: Any, positions: Any, q_ids: Any, kv_ids: Any) -> Any:
+        """The choice of all queries, in blocks of them."""
+        heads, length, keys = query.shape[1], query.shape[2], key.shape[1]
+        if positions is None:
+            positions = jnp.broadcast_to(numbers(length, query) + (keys - length), (query.shape[0], length))
+        by_query = (
+            jnp.moveaxis(query, 2, 0),
+            jnp.swapaxes(weights, 0, 1),
+            positions.T,
+            None if q_ids is None else q_ids.T,
+        )
+
+        def select(item: Any) -> Any:
+            q, w, position, ids = (None if x is None else x[:, None] for x in item)
+            q = jnp.swapaxes(q, 1, 2)
+            return choose(q, key, w, top_k, position, None if ids is None else (ids, kv_ids))[:, 0]
+
+        sizes = query.shape[0], heads, keys
+        block = None
+        if all(isinstance(size, int) for size in (*sizes, length)):
+            block = max(1, _BLOCK_BYTES // max(1, 4 * sizes[0] * heads * keys))
+            if block >= length:
+                return choose(query, key, weights, top_k, positions, None if q_ids is None else (q_ids, kv_ids))
+        return jnp.swapaxes(lax.map(select, match_varying(by_query), batch_size=block), 0, 1)
+
+    return follow_explicit_axes(blocks, axes, *map(constant, (query, key, weights)), positions, *ids)
+
+
+def check_index(query: Any, key: Any, weights: Any, top_k: int, positions: Any, segment_ids: Any) -> None:
+    """Checks the arguments of `lightning_index`, of JAX or torch.
+
+    Raises:
+      ShapeError: one is not legal or does not fit the others.
+    """
+    q_ids, kv_ids = (None, None) if segment_ids is None else segment_ids
+    texts = {
+        "query": (query, "batch heads q_len dim"),
+        "key": (key, "batch kv_len dim"),
+        "weights": (weights, "batch q_len heads"),
+        "positions": (positions, "batch q_len"),
+        "segment_ids[0]": (q_ids, "batch q_len"),
+        "segment_ids[1]": (kv_ids, "batch kv_len"),
+    }
+    check_shapes(_NAME, (Argument(name, text, tuple(x.shape)) for name, (x, text) in texts.items() if x is not None))
+    if top_k < 1:
+        raise ShapeError(f"{_NAME}: `top_k` is {top_k}; pass at least 1.")
+
+
+def choose(query: Any, key: Any, weights: Any, top_k: int, positions: Any, segment_ids: Any) -> Any:
+    """`lightning_index` of one block of queries, of arrays of JAX or torch; the arguments are checked ones, and
+    `positions` is an array.
+    """
+    xp = namespace(query)
+    query, key, weights = widened(query), widened(key), widened(weights)
+    options = {"precision": jax.lax.Precision.HIGHEST} if xp is jnp else {}
+    products = xp.clip(xp.einsum("bhqd,bkd->bhqk", query, key, **options), 0, None)
+    scores = xp.einsum("bqh,bhqk->bqk", weights, products, **options)
+    visible = numbers(key.shape[1], key) <= positions[..., None]
+    if segment_ids is not None:
+        visible = visible & (segment_ids[0][..., None] == segment_ids[1][:, None])
+    count = min(top_k, key.shape[1]) if isinstance(key.shape[1], int) else top_k
+    best, chosen = largest(xp.where(visible, scores, -float("inf")), count)
+    return cast(xp.where(best > -float("inf"), chosen, -1), jnp.int32)
