@@ -22,7 +22,7 @@ DEEPSEEK = {
     "v_head_dim": 12,
     "routed_scaling_factor": 1.5,
 }
-INDEXED = {"index_topk": 9, "index_n_heads": 16, "index_head_dim": 20}  # ties are decided otherwise there
+INDEXED = {"index_topk": 9, "index_n_heads": 40, "index_head_dim": 20}  # so many heads have no equal scores
 CORRECTED = {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,

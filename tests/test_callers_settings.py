@@ -120,7 +120,7 @@ SYMBOLIC = {
     ],
     "indexed_attention": [
         (vm.indexed_attention, "b, 4, t, 16", "b, 2, k, 16", "b, 2, k, 8", "i: b, t, 3"),
-        (lambda x, w: vm.lightning_index(x, x[:, 0], w, top_k=3), "b, 2, 8, 16", "b, 8, 2"),
+        (lambda x, w: vm.lightning_index(x, x[:, 0], w, top_k=3) * w[..., :1], "b, 2, 8, 16", "b, 8, 2"),
     ],
     "gated_delta_rule": [
         (lambda x, decay: vm.gated_delta_rule(0.1 * x, 0.1 * x, x, -(decay**2)), "b, 2, 8, 16", "b, 2, 8"),

@@ -1,6 +1,7 @@
 """Attention over chosen tokens: random calls against the oracle, the index from its definition, and both as one."""
 
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,8 @@ def test_the_index_is_its_definition(monkeypatch):
     ids = jnp.asarray([[0] * 5 + [1] * 8, [0] * 13])
     positions = jnp.broadcast_to(jnp.arange(13) // 2 * 2, (2, 13))
     truth = scores(query, key, weights)
-    for options in ({}, {"segment_ids": (ids, ids)}, {"positions": positions}):
+    choices: list[dict[str, Any]] = [{}, {"segment_ids": (ids, ids)}, {"positions": positions}]
+    for options in choices:
         index = jax.jit(lambda *a, options=options: lightning_index(*a, top_k=4, **options))(query, key, weights)
         assert index.shape == (2, 13, 4) and index.dtype == jnp.int32
         for b, t in np.ndindex(2, 13):
@@ -68,17 +70,17 @@ def test_all_keys_chosen_is_causal_attention(monkeypatch):
     monkeypatch.setattr("vishwamai.ops.indexed.reference._BLOCK_BYTES", 4 * 2 * 2 * 9 * 24 * 4)
     query, key, value = normal(0, 2, 4, 9, 8), normal(1, 2, 2, 9, 8), normal(2, 2, 2, 9, 16)
     index = lightning_index(normal(3, 2, 3, 9, 8), normal(4, 2, 9, 8), normal(5, 2, 9, 3), top_k=9)
-    sparse = jax.value_and_grad(lambda *a: (indexed_attention(*a, index) ** 2).sum(), (0, 1, 2))
-    dense = jax.value_and_grad(lambda *a: (flash_attention(*a, causal=True) ** 2).sum(), (0, 1, 2))
+    sparse = jax.value_and_grad(lambda q, k, v: (indexed_attention(q, k, v, index) ** 2).sum(), (0, 1, 2))
+    dense = jax.value_and_grad(lambda q, k, v: (flash_attention(q, k, v, causal=True) ** 2).sum(), (0, 1, 2))
     for a, b in zip(jax.tree.leaves(sparse(query, key, value)), jax.tree.leaves(dense(query, key, value)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_gradients_go_to_what_was_chosen_alone():
     query, key, value = normal(0, 1, 2, 1, 8), normal(1, 1, 1, 6, 8), normal(2, 1, 1, 6, 4)
-    _, dkey, dvalue = jax.grad(lambda *a: (indexed_attention(*a, jnp.array([[[4, -1, 1]]])) ** 2).sum(), (0, 1, 2))(
-        query, key, value
-    )
+    index = jnp.array([[[4, -1, 1]]])
+    slope = jax.grad(lambda q, k, v: (indexed_attention(q, k, v, index) ** 2).sum(), (0, 1, 2))
+    _, dkey, dvalue = slope(query, key, value)
     for gradient in (dkey, dvalue):
         assert np.flatnonzero(np.abs(gradient).sum((0, 1, 3))).tolist() == [1, 4]
 

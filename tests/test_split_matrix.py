@@ -387,7 +387,7 @@ def pages() -> dict[str, Subject]:
 
 
 def indexed() -> dict[str, Subject]:
-    indices = np.random.default_rng(0).integers(-1, 9, (1, 6, 4))
+    indices = jnp.asarray(np.random.default_rng(0).integers(-1, 9, (1, 6, 4)))
 
     def attend(query: Any, key: Any, value: Any) -> Any:
         return vishwamai.indexed_attention(query, key, value, indices)

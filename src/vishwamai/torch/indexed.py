@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vishwamai.ops.indexed.api import INDEXED
-from vishwamai.ops.indexed.indexer import check_index, choose
+from vishwamai.ops.indexed.indexer import check_index, choose, pair
 from vishwamai.ops.indexed.spec import SIGNATURE, Outputs, describe
 from vishwamai.torch.arguments import checked
 from vishwamai.torch.operator import TorchOperator
@@ -54,8 +54,9 @@ def lightning_index(
     >>> lightning_index(torch.ones(1, 1, 3, 1), key, torch.ones(1, 3, 1), top_k=2)[0].tolist()
     [[0, -1], [1, 0], [1, 2]]
     """
-    check_index(query, key, weights, top_k, positions, segment_ids)
+    ids = pair(segment_ids)
+    check_index(query, key, weights, top_k, positions, *ids)
     if positions is None:
         length = query.shape[2]
         positions = torch.arange(length, device=query.device).expand(len(query), -1) + (key.shape[1] - length)
-    return choose(query, key, weights, top_k, positions, segment_ids)
+    return choose(query, key, weights, top_k, positions, *ids)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vishwamai.core.arguments import checked
+from vishwamai.core.arguments import checked, described
 from vishwamai.core.arrays import cast, constant, largest, namespace, numbers, widened
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.shape_checks import Argument, check_shapes
@@ -68,57 +68,61 @@ def lightning_index(
     named = {"query": query, "key": key, "weights": weights}
     query, key, weights = (as_array(_NAME, name, x) for name, x in named.items())
     positions = None if positions is None else as_array(_NAME, "positions", positions)
-    if segment_ids is not None:
-        segment_ids = tuple(as_array(_NAME, "segment_ids", x) for x in segment_ids)
-    check_index(query, key, weights, top_k, positions, segment_ids)
-    ids = (None, None) if segment_ids is None else segment_ids
+    q_ids, kv_ids = pair(segment_ids)
+    q_ids, kv_ids = (None if x is None else as_array(_NAME, "segment_ids", x) for x in (q_ids, kv_ids))
+    check_index(query, key, weights, top_k, positions, q_ids, kv_ids)
+    row = "batch", None
+    of_ids = (row, row) if q_ids is not None else (None, None)
     axes = Axes(
-        (
-            ("batch", None, None, None),
-            ("batch", None, None),
-            ("batch", None, None),
-            None if positions is None else ("batch", None),
-            *((None, None) if segment_ids is None else (("batch", None),) * 2),
-        ),
-        ("batch", None, None),
+        (("batch", None, None, None), (*row, None), (*row, None), None if positions is None else row, *of_ids),
+        (*row, None),
         frozenset({"batch"}),
     )
 
     def blocks(query: Any, key: Any, weights: Any, positions: Any, q_ids: Any, kv_ids: Any) -> Any:
         """The choice of all queries, in blocks of them."""
-        heads, length, keys = query.shape[1], query.shape[2], key.shape[1]
+        batch, heads, length, _ = query.shape
         if positions is None:
-            positions = jnp.broadcast_to(numbers(length, query) + (keys - length), (query.shape[0], length))
-        by_query = (
-            jnp.moveaxis(query, 2, 0),
-            jnp.swapaxes(weights, 0, 1),
-            positions.T,
-            None if q_ids is None else q_ids.T,
-        )
-
-        def select(item: Any) -> Any:
-            q, w, position, ids = (None if x is None else x[:, None] for x in item)
-            q = jnp.swapaxes(q, 1, 2)
-            return choose(q, key, w, top_k, position, None if ids is None else (ids, kv_ids))[:, 0]
-
-        sizes = query.shape[0], heads, keys
+            positions = jnp.broadcast_to(numbers(length, query) + (key.shape[1] - length), (batch, length))
+        sizes = batch, heads, key.shape[1], length
         block = None
-        if all(isinstance(size, int) for size in (*sizes, length)):
-            block = max(1, _BLOCK_BYTES // max(1, 4 * sizes[0] * heads * keys))
+        if all(isinstance(size, int) for size in sizes):
+            block = max(1, _BLOCK_BYTES // max(1, 4 * batch * heads * key.shape[1]))
             if block >= length:
-                return choose(query, key, weights, top_k, positions, None if q_ids is None else (q_ids, kv_ids))
-        return jnp.swapaxes(lax.map(select, match_varying(by_query), batch_size=block), 0, 1)
+                return choose(query, key, weights, top_k, positions, q_ids, kv_ids)
 
-    return follow_explicit_axes(blocks, axes, *map(constant, (query, key, weights)), positions, *ids)
+        def select(item: tuple[Any, ...]) -> Any:
+            """The choice of one query of every batch."""
+            q, w, position, *ids = (x[:, None] for x in item)
+            return choose(jnp.swapaxes(q, 1, 2), key, w, top_k, position, ids[0] if ids else None, kv_ids)[:, 0]
+
+        rows = jnp.moveaxis(query, 2, 0), *(jnp.swapaxes(x, 0, 1) for x in (weights, positions, q_ids) if x is not None)
+        return jnp.swapaxes(lax.map(select, match_varying(rows), batch_size=block), 0, 1)
+
+    return follow_explicit_axes(blocks, axes, *map(constant, (query, key, weights)), positions, q_ids, kv_ids)
 
 
-def check_index(query: Any, key: Any, weights: Any, top_k: int, positions: Any, segment_ids: Any) -> None:
+def pair(segment_ids: Any) -> tuple[Any, Any]:
+    """The ids of the queries and of the keys; None for both without ids.
+
+    Raises:
+      ShapeError: the argument is not a pair.
+    """
+    if segment_ids is None:
+        return None, None
+    if not isinstance(segment_ids, (tuple, list)) or len(segment_ids) != 2:
+        raise ShapeError(
+            f"{_NAME}: `segment_ids` is {described(segment_ids)}; pass a pair, the ids of the queries and of the keys."
+        )
+    return segment_ids[0], segment_ids[1]
+
+
+def check_index(query: Any, key: Any, weights: Any, top_k: int, positions: Any, q_ids: Any, kv_ids: Any) -> None:
     """Checks the arguments of `lightning_index`, of JAX or torch.
 
     Raises:
       ShapeError: one is not legal or does not fit the others.
     """
-    q_ids, kv_ids = (None, None) if segment_ids is None else segment_ids
     texts = {
         "query": (query, "batch heads q_len dim"),
         "key": (key, "batch kv_len dim"),
@@ -132,7 +136,7 @@ def check_index(query: Any, key: Any, weights: Any, top_k: int, positions: Any, 
         raise ShapeError(f"{_NAME}: `top_k` is {top_k}; pass at least 1.")
 
 
-def choose(query: Any, key: Any, weights: Any, top_k: int, positions: Any, segment_ids: Any) -> Any:
+def choose(query: Any, key: Any, weights: Any, top_k: int, positions: Any, q_ids: Any, kv_ids: Any) -> Any:
     """`lightning_index` of one block of queries, of arrays of JAX or torch; the arguments are checked ones, and
     `positions` is an array.
     """
@@ -142,8 +146,8 @@ def choose(query: Any, key: Any, weights: Any, top_k: int, positions: Any, segme
     products = xp.clip(xp.einsum("bhqd,bkd->bhqk", query, key, **options), 0, None)
     scores = xp.einsum("bqh,bhqk->bqk", weights, products, **options)
     visible = numbers(key.shape[1], key) <= positions[..., None]
-    if segment_ids is not None:
-        visible = visible & (segment_ids[0][..., None] == segment_ids[1][:, None])
+    if q_ids is not None:
+        visible = visible & (q_ids[..., None] == kv_ids[:, None])
     count = min(top_k, key.shape[1]) if isinstance(key.shape[1], int) else top_k
     best, chosen = largest(xp.where(visible, scores, -float("inf")), count)
     return cast(xp.where(best > -float("inf"), chosen, -1), jnp.int32)
