@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from models_peer import Peer
 from vishwamai.models.families import FAMILIES, Family
 
@@ -22,7 +24,8 @@ DEEPSEEK = {
     "v_head_dim": 12,
     "routed_scaling_factor": 1.5,
 }
-INDEXED = {"index_topk": 9, "index_n_heads": 40, "index_head_dim": 20}  # so many heads have no equal scores
+INDEXED: dict[str, Any] = {"index_topk": 9, "index_n_heads": 16, "index_head_dim": 20}
+INDEXED["pad_token_id"] = None  # whose embedding is 0, so that all of its scores would be equal
 CORRECTED = {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,

@@ -42,7 +42,7 @@ NEW = (
     *("phimoe", "exaone", "hyperclovax", "cwm", "granitemoeshared", "flex_olmo"),
     *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "mistral4", "afmoe", "minicpm3", "phi", "opt", "bloom"),
     *("falcon", "falcon, one head of keys", "falcon, in turn", "gpt2", "gpt_bigcode", "gpt_bigcode, all heads", "gptj"),
-    *("cohere, norms of heads", "stablelm, norms of heads"),
+    *("cohere, norms of heads", "stablelm, norms of heads", "deepseek_v32", "glm_moe_dsa"),
 )
 OLDER = (
     *("arcee", "apertus", "starcoder2", "cohere", "cohere2", "nemotron", "stablelm", "gpt_neox"),
@@ -58,7 +58,7 @@ DEVICES = (
     *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "mistral4", "afmoe", "minicpm3", "bloom", "falcon"),
     *("falcon, one head of keys", "falcon, in turn", "gpt2", "gpt_bigcode", "gpt_bigcode, all heads", "gptj", "opt"),
     *("cohere", "cohere, norms of heads", "cohere2", "stablelm", "stablelm, norms of heads", "gpt_neox"),
-    *("falcon_h1", "jamba"),
+    *("falcon_h1", "jamba", "glm_moe_dsa"),
 )
 ROUNDED = (
     *(*SMALL_GEMMA, "phimoe", "exaone", "hyperclovax", "granitemoeshared"),

@@ -96,11 +96,12 @@ def _glm_dsa(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     if isinstance(pattern, str):
         result["indexer_types"] = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
     elif pattern is not None:
+        check_value("index_topk_pattern", pattern, list, source)
         result["indexer_types"] = pattern
     else:
         period, start = 1 if period is None else period, 2 if start is None else start
-        check_value("index_topk_freq", period, int, source, None)
-        check_value("index_skip_topk_offset", start, int, source, None)
+        check_value("index_topk_freq", period, int, source, -_MOST_LAYERS)
+        check_value("index_skip_topk_offset", start, int, source, -_MOST_LAYERS)
         places = [max(i - start + 1, 0) % max(period, 1) for i in range(count)]
         result["indexer_types"] = ["shared" if place else "full" for place in places]
     return result

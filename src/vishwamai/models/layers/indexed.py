@@ -19,7 +19,7 @@ from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.attend import attend_pages
 from vishwamai.models.attend_index import attend_chosen_pages, chosen_keys
 from vishwamai.models.blocks import linear
-from vishwamai.models.layers.latent import LatentAttention, absorbed_queries, expanded_output, sizes, vectors
+from vishwamai.models.layers.latent import LatentAttention, absorbed_queries, expanded_output, sizes, turned, vectors
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix
 from vishwamai.models.rotation import rotated
@@ -80,7 +80,7 @@ class SharedIndexAttention(LatentAttention):
         if isinstance(x.shape[1], int) and x.shape[1] <= latent.index_keys:
             return LatentAttention.__call__(self, config, arrays, x, rows), None, index
         plain, turning, key, vector, low = vectors(latent, arrays, x)
-        turning, key = rotated(config, self.rope, turning, key, rows.positions)
+        turning, key = turned(config, self.rope, turning, key, rows.positions)
         index = self._index_of_rows(config, arrays, x, low, rows, index)
         query = absorbed_queries(latent, arrays, plain, turning)
         keys = jnp.concatenate([vector, key[..., 0, :]], axis=-1)[:, None]
@@ -94,7 +94,7 @@ class SharedIndexAttention(LatentAttention):
     ) -> tuple[Any, Any, Any]:
         latent = sizes(config)
         plain, turning, key, vector, low = vectors(latent, arrays, x)
-        turning, key = rotated(config, self.rope, turning, key, step.positions, step.lengths)
+        turning, key = turned(config, self.rope, turning, key, step.positions, step.lengths)
         query = absorbed_queries(latent, arrays, plain, turning)
         row = jnp.concatenate([vector[..., None, :], key], axis=-1)
         row = self._row(config, arrays, x, step, row)
@@ -215,8 +215,8 @@ class IndexedAttention(SharedIndexAttention):
         """Queries or keys `[batch, seq, heads, index_dim]`, the first `rope_dim` features of which turn."""
         config = dataclasses.replace(config, rope_interleaved=self.index_interleaved)
         width = sizes(config).rope_dim
-        turned, _ = rotated(config, self.rope, x[..., :width], x[..., :1, :width], *positions)
-        return jnp.concatenate([turned, x[..., width:]], axis=-1)
+        start, _ = rotated(config, self.rope, x[..., :width], None, *positions)
+        return jnp.concatenate([start, x[..., width:]], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import linear
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_parameter
-from vishwamai.models.rotation import grown, rotated
+from vishwamai.models.rotation import Rope, grown, rotated
 
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
@@ -94,7 +94,7 @@ class LatentAttention(Mixer):
     def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
         latent = sizes(config)
         plain, turning, key, vector, _ = vectors(latent, arrays, x)
-        turning, key = rotated(config, self.rope, turning, key, rows.positions)
+        turning, key = turned(config, self.rope, turning, key, rows.positions)
         plain = grown(self.rope, plain, rows.positions)
         expanded = linear(vector, arrays["latent_up"])
         expanded = expanded.reshape(*plain.shape[:-1], latent.nope_dim + latent.value_dim)
@@ -108,7 +108,7 @@ class LatentAttention(Mixer):
     def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
         latent = sizes(config)
         plain, turning, key, vector, _ = vectors(latent, arrays, x)
-        turning, key = rotated(config, self.rope, turning, key, step.positions, step.lengths)
+        turning, key = turned(config, self.rope, turning, key, step.positions, step.lengths)
         plain = grown(self.rope, plain, step.positions)
         query = absorbed_queries(latent, arrays, plain, turning)
         row = jnp.concatenate([vector[..., None, :], key], axis=-1)
@@ -156,6 +156,11 @@ def vectors(latent: Latent, arrays: Arrays, x: Any) -> tuple[Any, Any, Any, Any,
     vector = vishwamai.rms_norm(low[..., : latent.kv_rank], arrays["latent_norm"], eps=_NORM_EPS)
     turning = query[..., latent.nope_dim :]
     return query[..., : latent.nope_dim], turning, low[..., None, latent.kv_rank :], vector, source
+
+
+def turned(config: ModelConfig, rope: Rope, query: Any, key: Any, *positions: Any) -> tuple[Any, Any]:
+    """`rotated` of queries and the key of a layer, of which neither is None."""
+    return rotated(config, rope, query, key, *positions)
 
 
 def absorbed_queries(latent: Latent, arrays: Arrays, plain: Any, turning: Any) -> Any:
