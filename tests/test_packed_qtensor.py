@@ -17,13 +17,14 @@ from vishwamai.core import ffi
 from vishwamai.core.qtensor import scale_values
 from vishwamai.core.quantized import packed_qtensor
 from vishwamai.core.quantized.packed_product import PACKED_PRODUCT
+from vishwamai.ops.quantization.search import searched
 
 NATIVE = ffi.why_not(None, "vishwamai_quantized_multiply") is None
 IMPLEMENTATIONS = [
     pytest.param("native_cpu", marks=pytest.mark.skipif(not NATIVE, reason="the native module lacks the kernel")),
     "xla",
 ]
-FORMATS = [("int8", None), ("int8", 32), ("int4", None), ("int4", 64), ("mxfp4", 32), ("fp4_e2m1", 16)]
+FORMATS = [("int8", None), ("int8", 32), ("int4", None), ("int4", 64), ("mxfp4", 32), ("fp4_e2m1", 16), ("uint4", 32)]
 FLOATS = [("fp8_e4m3", 128), ("fp8_e4m3", None), ("mxfp8_e4m3", 32), ("fp8_e4m3", 40)]  # 8-bit ones
 EVERY = [*((form, activations) for form in FORMATS for activations in ("int8", "exact"))]
 EVERY += [(form, "exact") for form in FLOATS]
@@ -33,8 +34,11 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
-def weight_of(format: str, block_size: int | None, *shape: int):
-    return quantize(jnp.asarray(draw(*shape) * shape[-2] ** -0.5), format, axis=-2, block_size=block_size)
+def weight_of(format: str, block_size: int | None, *shape: int, seed: int = 0):
+    x = jnp.asarray(draw(*shape, seed=seed) * shape[-2] ** -0.5)
+    if format == "uint4":
+        return searched(x + 0.02, format, block_size or shape[-2])
+    return quantize(x, format, axis=-2, block_size=block_size)
 
 
 def rounded(x: np.ndarray, block: int) -> np.ndarray:
@@ -50,10 +54,12 @@ def rounded(x: np.ndarray, block: int) -> np.ndarray:
 
 
 def oracle(x, weight, activations: str) -> np.ndarray:
-    dense = np.asarray(weight.values, np.float64)
-    scales = np.asarray(scale_values(weight.scales, jnp.float32), np.float64)
-    scales = scales if weight.block_size is None else np.repeat(scales, weight.block_size, axis=-2)
-    dense = dense * scales[..., : dense.shape[-2], :]
+    dense, words = np.asarray(weight.values, np.float64), np.asarray(weight.scales)
+    words = words if weight.block_size is None else np.repeat(words, weight.block_size, axis=-2)
+    words = words[..., : dense.shape[-2], :]
+    if weight.format == "uint4":  # the lowest byte of a scale counts sixteenths
+        dense, words = dense - (words & 255) / 16, (words & ~np.uint32(255)).view(np.float32)
+    dense = dense * np.asarray(scale_values(jnp.asarray(words), jnp.float32), np.float64)
     x = np.asarray(x, np.float32)
     return (rounded(x, weight.block_size or 128) if activations == "int8" else x.astype(np.float64)) @ dense
 
@@ -158,7 +164,7 @@ def test_every_number_of_4_bit_floats(implementation):
 def test_gated_linear_unit(activations, implementation):
     for format, block_size in (*FORMATS[1:], *(FLOATS if activations == "exact" else ())):
         gate = weight_of(format, block_size, 160, 100)
-        up = quantize(jnp.asarray(draw(160, 100, seed=1)), format, axis=-2, block_size=block_size)
+        up = weight_of(format, block_size, 160, 100, seed=1)
         pair = [pack_weight(w, activations=activations) for w in (gate, up)]
         for rows in (1, 7, 50):
             x = draw(rows, 160)
@@ -170,7 +176,9 @@ def test_gated_linear_unit(activations, implementation):
 
 @pytest.mark.turns(4)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("form, activations", [EVERY[8], EVERY[9], (("int4", 32), "int8"), (FLOATS[0], "exact")])
+@pytest.mark.parametrize(
+    "form, activations", [*EVERY[8:10], (("int4", 32), "int8"), (("uint4", 32), "int8"), (FLOATS[0], "exact")]
+)
 def test_grouped_gemm(form, activations, implementation):
     """Groups of no rows, of one and of many; rows after the last group give 0."""
     weight = weight_of(*form, 5, 160, 70)
@@ -236,6 +244,12 @@ def test_errors_name_what_is_wrong():
         ("two PackedQTensors", lambda: gated_linear_unit(jnp.ones((2, 64)), (packed, jnp.ones((64, 40))))),
         ("1 axes before K and N", lambda: grouped_gemm(jnp.ones((2, 64)), packed, jnp.array([2]))),
         (r"pass \(40,\)", lambda: gemm(jnp.ones((2, 64)), packed, bias=jnp.ones(3))),
+        ("zero points need `pack_weight`", lambda: gemm(jnp.ones((2, 64)), weight_of("uint4", 32, 64, 40))),
+        ("zero points need", lambda: gated_linear_unit(jnp.ones((2, 64)), (weight_of("uint4", 32, 64, 40),) * 2)),
+        (
+            "zero points need",
+            lambda: grouped_gemm(jnp.ones((2, 64)), weight_of("uint4", 32, 1, 64, 40), jnp.array([2])),
+        ),
     ):
         with pytest.raises(vishwamai.ShapeError, match=match):
             call()

@@ -102,6 +102,15 @@ def test_a_search_lessens_the_squared_error_that_it_is_told_to():
         assert least.values.dtype == absmax.values.dtype and least.scales.shape == absmax.scales.shape
         weighed = searched(x, form, block, importance)
         assert error(weighed, importance) <= error(least, importance)
+    shifted = x + 0.7 * jnp.exp(jax.random.normal(jax.random.key(1), (96, 1)))
+    with_zeros = searched(shifted, "uint4", 40)
+    squares = [float(jnp.sum((searched(shifted, form, 40).dequantize() - shifted) ** 2)) for form in ("uint4", "int4")]
+    assert squares[0] < 0.7 * squares[1] and with_zeros.scales.dtype == jnp.uint32 and with_zeros.values.max() == 15
+    assert error(searched(x, "uint4", 40, importance), importance) <= error(searched(x, "uint4", 40), importance)
+    for column in (0.0, 0.3, -0.3):  # blocks of one number
+        np.testing.assert_allclose(searched(jnp.full((8, 1), column), "uint4", 8).dequantize(), column, rtol=1e-4)
+    broken = searched(x.at[3, 1].set(jnp.nan), "uint4", 40).dequantize()
+    assert jnp.isnan(broken[:40, 1]).all() and jnp.isfinite(broken[:, 2:]).all()
     narrow = searched(x, "int4", 40, scale_dtype="bfloat16")
     assert (narrow.scales == narrow.scales.astype(jnp.bfloat16)).all()
     assert error(narrow) < 1.1 * error(searched(x, "int4", 40))

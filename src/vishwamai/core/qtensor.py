@@ -3,7 +3,8 @@ shares.
 
 `x[i] ~ values[i] * scales[block of i]`. The formats are int8, int4 and floats of 8 and 4 bits with float32 scales, and
 the microscaling formats of the Open Compute Project ("OCP Microscaling Formats (MX) Specification v1.0", 2023). In
-those, 32 neighbours share a power of two that is stored in 8 bits (e8m0).
+those, 32 neighbours share a power of two that is stored in 8 bits (e8m0). Weights packed for a CPU have
+uint4 too, with a zero point in each scale: `x[i] ~ scale * (values[i] - zero)`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Num, Shaped
 
 INT4 = jnp.dtype(jnp.int4)
+UINT4 = jnp.dtype(jnp.uint4)
 FP4 = jnp.dtype(jnp.float4_e2m1fn)
 
 
@@ -41,6 +43,11 @@ class Format:
     block_size: int | None = None
     power_of_two: bool = False
 
+    @property
+    def scale_dtype(self) -> str:
+        """Name of the dtype of scales: "uint32" for words with a zero point (`zero_words`)."""
+        return "uint8" if self.power_of_two else "uint32" if self.dtype == UINT4 else "float32"
+
 
 FORMATS: dict[str, Format] = {
     "int8": Format(jnp.dtype(jnp.int8), 127),
@@ -52,6 +59,12 @@ FORMATS: dict[str, Format] = {
     "mxfp8_e5m2": Format(jnp.dtype(jnp.float8_e5m2), 57344, 32, True),
     "mxfp4": Format(FP4, 6, 32, True),
 }
+ZERO_FORMATS: dict[str, Format] = {"uint4": Format(UINT4, 15)}
+"""Formats of weights with zero points, which `pack_weight` takes and `quantize` does not make."""
+
+ZERO_STEPS = 16
+"""Zero points are multiples of 1 / 16, below 16."""
+
 _ALIASES = {
     "fp8": "fp8_e4m3",
     "fp4": "fp4_e2m1",
@@ -83,10 +96,11 @@ class QTensor:
 
     Attributes:
       values: `[..., K, ...]` in the format's dtype.
-      scales: float32, or uint8 in an MX format (the bits of e8m0: the exponent of two, biased by 127, and 255 for NaN):
+      scales: float32, or uint8 in an MX format (the bits of e8m0: the exponent of two, biased by 127, and 255 for NaN),
+        or uint32 in uint4 (`zero_words`):
         `[]` if axis is None; else values' shape with `axis` of size 1, or, with a block size, of size
         `ceil(K / block_size)`.
-      format: a name of `FORMATS`.
+      format: a name of `FORMATS` or `ZERO_FORMATS`.
       axis: the axis along which numbers share a scale, counted from the end (-1, -2); None if all share one. A product
         must contract this axis.
       block_size: how many neighbours along `axis` share a scale; None for all of them.
@@ -129,11 +143,15 @@ class QTensor:
         what it is computed in).
         """
         wide = jnp.float64 if self.scales.dtype == jnp.float64 else jnp.float32
-        scales = scale_values(self.scales, wide)
+        scales = self.scales
         if self.block_size is not None:
             assert self.axis is not None
             scales = expand(scales, self.axis, self.block_size, self.shape[self.axis])
-        out = self.values.astype(wide) * scales
+        values = self.values.astype(wide)
+        if self.format in ZERO_FORMATS:
+            scales, zeros = of_zero_words(scales)
+            values = values - zeros
+        out = values * scale_values(scales, wide)
         return out if dtype is None else out.astype(dtype)
 
     def __repr__(self) -> str:
@@ -145,8 +163,8 @@ class QTensor:
 
 
 def bits(dtype: Any) -> int:
-    """Bits of a number as memory on an accelerator holds it: 4 for int4 and float4_e2m1fn."""
-    return 4 if jnp.dtype(dtype) in (INT4, FP4) else 8 * jnp.dtype(dtype).itemsize
+    """Bits of a number as memory on an accelerator holds it: 4 for int4, uint4 and float4_e2m1fn."""
+    return 4 if jnp.dtype(dtype) in (INT4, UINT4, FP4) else 8 * jnp.dtype(dtype).itemsize
 
 
 def scale_values(scales: Any, dtype: Any) -> Any:
@@ -159,6 +177,38 @@ def scale_values(scales: Any, dtype: Any) -> Any:
     code = scales.astype(jnp.int32)
     power = jax.lax.bitcast_convert_type(code << 23, jnp.float32)
     return jnp.where(code == 255, jnp.float32(jnp.nan), power).astype(dtype)
+
+
+def check_symmetric(where: str, format: str) -> None:
+    """Checks the format of a QTensor whose values are multiplied before they are scaled.
+
+    Raises:
+      ShapeError: it has zero points.
+    """
+    if format in ZERO_FORMATS:
+        raise ShapeError(
+            f"{where} is a QTensor in {format}, whose zero points need `pack_weight`; pack it, or pass what "
+            "`dequantize` gives."
+        )
+
+
+def zero_words(scales: Any, zeros: Any) -> Any:
+    """uint32 words of float32 scales, whose lowest byte gives way to the zero point in sixteenths.
+
+    Scales that came from bfloat16 or float16 keep all of their bits.
+
+    >>> words = zero_words(jnp.float32(0.5), jnp.float32(7.25))
+    >>> [float(part) for part in of_zero_words(words)]
+    [0.5, 7.25]
+    """
+    steps = jnp.clip(jnp.round(zeros * ZERO_STEPS), 0, 255).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(scales, jnp.uint32) & jnp.uint32(0xFFFFFF00) | steps
+
+
+def of_zero_words(words: Any) -> tuple[Any, Any]:
+    """(scales, zeros) in float32 of `zero_words`."""
+    scales = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFFFF00), jnp.float32)
+    return scales, (words & jnp.uint32(0xFF)).astype(jnp.float32) / ZERO_STEPS
 
 
 def expand(scales: Any, axis: int, block_size: int, size: int) -> Any:

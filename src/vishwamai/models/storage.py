@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.qtensor import FORMATS, QTensor
+from vishwamai.core.qtensor import FORMATS, ZERO_FORMATS, QTensor
 from vishwamai.models.parameters import Parameter
 from vishwamai.ops.quantization import quantize
 from vishwamai.ops.quantization.search import searched
@@ -52,10 +52,10 @@ class Storage:
     def shapes(self, parameter: Parameter) -> QTensor:
         """The shapes of the parts."""
         of_values, of_scales = self.parts(parameter)
-        form = FORMATS[self.format]
+        form = (FORMATS | ZERO_FORMATS)[self.format]
         return self.tensor(
             jax.ShapeDtypeStruct(of_values.shape, form.dtype),
-            jax.ShapeDtypeStruct(of_scales.shape, "uint8" if form.power_of_two else "float32"),
+            jax.ShapeDtypeStruct(of_scales.shape, form.scale_dtype),
         )
 
     def shardings(
@@ -103,7 +103,7 @@ def _rounded(storage: Storage, sharding: Any) -> Callable[[jax.Array], QTensor]:
     """`Storage.quantize` of arrays with this sharding: one function, so that weights of one shape compile once."""
 
     def run(x: jax.Array) -> QTensor:
-        if storage.format == "int4" and storage.block_size is not None:
+        if storage.format in ("int4", "uint4") and storage.block_size is not None:
             return searched(x, storage.format, storage.block_size)
         return quantize(x, storage.format, axis=-2, block_size=storage.block_size)
 
@@ -121,7 +121,7 @@ QUANTIZATIONS: dict[str, Storage] = {
 }
 """What `quantize` makes of a weight."""
 
-PACKED: dict[str, Storage] = {"int8": Storage("int8", 32), "int4": Storage("int4", 32)}
+PACKED: dict[str, Storage] = {"int8": Storage("int8", 32), "int4": Storage("uint4", 32)}
 """What it makes of one that is packed for a CPU, whose kernels round activations in the blocks of the weight."""
 
 HEAD = Storage("int8", 32)

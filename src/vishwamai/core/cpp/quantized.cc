@@ -13,13 +13,14 @@ void run_product(const QuantizedArgs& args, const Threads& threads) { VISHWAMAI_
 
 bool packing_of(int64_t number, Packing* packing) {
   *packing = static_cast<Packing>(number);
-  return number >= 0 && number <= static_cast<int64_t>(Packing::fp8);
+  return number >= 0 && number <= static_cast<int64_t>(Packing::uint4);
 }
 
 // Values are [groups, panels, bytes of a panel].
 bool weight_of(const Buffer& values, const Buffer& scales, const QuantizedArgs& g, QuantizedWeight* weight) {
   const auto dims = values.dimensions();
-  if (dims.size() != 3 || dims[0] != g.groups || dims[1] != g.panels() || dims[2] != g.panel_bytes() || scales.element_type() != ffi::F32 ||
+  const ffi::DataType scale = g.packing == Packing::uint4 ? ffi::U32 : ffi::F32;
+  if (dims.size() != 3 || dims[0] != g.groups || dims[1] != g.panels() || dims[2] != g.panel_bytes() || scales.element_type() != scale ||
       static_cast<int64_t>(scales.element_count()) != g.groups * g.panels() * g.panel_scales()) {
     return false;
   }
@@ -49,7 +50,7 @@ ffi::Error product(ffi::ThreadPool pool, Buffer x, Buffer values, Buffer scales,
 }
 
 // [groups, k, n] int8, or [groups, n, k], to [groups, panels, bytes]. Numbers are the values, of mxfp4 their bits - 8,
-// and of fp8 their bits.
+// of uint4 the values - 8, and of fp8 their bits.
 ffi::Error pack(ffi::ThreadPool pool, Buffer values, ffi::Result<Buffer> out, int64_t packing, bool transposed) {
   const auto dims = values.dimensions();
   QuantizedArgs g{};

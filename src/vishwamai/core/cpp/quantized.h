@@ -3,10 +3,12 @@
 //   int8:  [panel][k / 4][column][4 neighbours along k], a byte each: the value + 128
 //   int4:  [panel][k / 8][column][4 bytes]: the value + 8 of neighbour i in the low half of byte i, of i + 4 in the high
 //   mxfp4: as int4, with the bits of e2m1 in place of the value + 8
+//   uint4: as int4, with the value, 0 to 15, in place of the value + 8
 //   fp8:   [panel][k][column], the bits of e4m3
 //
 // k is padded to a multiple of 8, columns to one of 32, both with the value 0. Scales are float32, [panel][block of
-// k][column], or [panel][column] where a column has one.
+// k][column], or [panel][column] where a column has one. Those of uint4 are words of 32 bits: a float32 scale whose lowest
+// byte is the zero point in sixteenths, so a number is scale * (value - zero).
 #pragma once
 
 #include <cstdint>
@@ -21,7 +23,7 @@ namespace vishwamai {
 constexpr int64_t kQuantizedColumns = 32;
 
 // How a number of the weight is stored, as `packed_qtensor.KINDS` numbers it.
-enum class Packing : int { int8, int4, mxfp4, fp8 };
+enum class Packing : int { int8, int4, mxfp4, fp8, uint4 };
 
 struct QuantizedWeight {
   const uint8_t* values;  // null where there is none

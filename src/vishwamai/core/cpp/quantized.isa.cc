@@ -77,8 +77,13 @@ struct Stretch {
   int offset;  // what was added to the values
 };
 
+// The parts of a scale of uint4: words that `load` reads as float32.
+VISHWAMAI_INLINE f32v scale_of(f32v word) { return bit_cast<f32v>(bit_cast<u32v>(word) & 0xffffff00u); }
+VISHWAMAI_INLINE f32v zero_of(f32v word) { return __builtin_convertvector(bit_cast<i32v>(word) & 0xff, f32v) * splat(1.0f / 16); }
+
 // c[rows, 32] += x[row0 ...] times a stretch of a panel; rows that are not there repeat the last one and are not stored.
-template <int R, Packing kPacking>
+// With `kZeros` the scales have zero points, which are subtracted after the sum of a block.
+template <int R, Packing kPacking, bool kZeros>
 __attribute__((noinline)) void multiply(const Rows& x, int64_t row0, int count, const Stretch& s, float* c) {
   const Element* a[R];
   const float* scales[R];
@@ -99,10 +104,13 @@ __attribute__((noinline)) void multiply(const Rows& x, int64_t row0, int count, 
     const float* scale = s.scales + col;
     for (int64_t block = s.first; block < s.last; ++block, scale += s.scale_step) {
       i32v dots[R][J];
+      [[maybe_unused]] float totals[R];
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r)
+      for (int r = 0; r < R; ++r) {
+        if constexpr (kZeros) totals[r] = static_cast<float>(sums[r][block]) * scales[r][block];
 #pragma GCC unroll 4
-        for (int t = 0; t < J; ++t) dots[r][t] = splat(-s.offset * sums[r][block]);
+        for (int t = 0; t < J; ++t) dots[r][t] = splat(kZeros ? 0 : -s.offset * sums[r][block]);
+      }
       const int64_t end = least((block + 1) * s.groups, s.end);
       for (int64_t g = block * s.groups; g < end; g += kGroup / 4, w += 4 * kColumns) {
         i32v weights[J], high[J];
@@ -123,9 +131,14 @@ __attribute__((noinline)) void multiply(const Rows& x, int64_t row0, int count, 
       }
 #pragma GCC unroll 4
       for (int t = 0; t < J; ++t) {
-        const f32v of_weight = load(scale + t * W);
+        f32v of_weight = load(scale + t * W);
+        [[maybe_unused]] f32v zero = {};
+        if constexpr (kZeros) zero = zero_of(of_weight), of_weight = scale_of(of_weight), zero *= of_weight;
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) sum[r][t] += __builtin_convertvector(dots[r][t], f32v) * (of_weight * scales[r][block]);
+        for (int r = 0; r < R; ++r) {
+          sum[r][t] += __builtin_convertvector(dots[r][t], f32v) * (of_weight * scales[r][block]);
+          if constexpr (kZeros) sum[r][t] -= zero * totals[r];
+        }
       }
     }
     for (int r = 0; r < count; ++r)
@@ -133,12 +146,12 @@ __attribute__((noinline)) void multiply(const Rows& x, int64_t row0, int count, 
   }
 }
 
-template <int R, Packing kPacking>
+template <int R, Packing kPacking, bool kZeros = false>
 void multiply_rows(const Rows& x, int64_t row0, int count, const Stretch& s, float* c) {
   if constexpr (R > 1) {
-    if (count <= (R == 6 ? 4 : R / 2)) return multiply_rows<(R == 6 ? 4 : R / 2), kPacking>(x, row0, count, s, c);
+    if (count <= (R == 6 ? 4 : R / 2)) return multiply_rows<(R == 6 ? 4 : R / 2), kPacking, kZeros>(x, row0, count, s, c);
   }
-  multiply<R, kPacking>(x, row0, count, s, c);
+  multiply<R, kPacking, kZeros>(x, row0, count, s, c);
 }
 
 // One row of x rounded to bytes. A block's scale is its largest magnitude / 127, times `unit`, what the weight's bytes
@@ -189,9 +202,10 @@ void unpack(const uint8_t* in, int64_t groups, uint8_t* out) {
   }
 }
 
-// float32 panels of the FmaEngine, one after another: (bytes - offset) * unit * scale for `k` of a stretch of bytes.
+// float32 panels of the FmaEngine, one after another: (bytes - offset) * unit * scale for `k` of a stretch of bytes, or
+// (bytes - zero) * scale with `zeros`.
 using Float = FmaEngine<float>;
-void dequantize(const Stretch& s, const uint8_t* bytes, int64_t k, float unit, float* out) {
+void dequantize(const Stretch& s, const uint8_t* bytes, int64_t k, float unit, bool zeros, float* out) {
   for (int64_t i = 0; i < k; ++i) {
     const float* scale = s.scales + i / (4 * s.groups) * s.scale_step;
     const uint8_t* from = bytes + i / 4 * 4 * kColumns;
@@ -199,8 +213,10 @@ void dequantize(const Stretch& s, const uint8_t* bytes, int64_t k, float unit, f
       i32v four;
       memcpy(&four, from + 4 * j, sizeof(four));
       const i32v value = (i32v)((u32v)four >> static_cast<int>(8 * (i % 4))) & 255;
-      store(out + j / Float::kCols * k * Float::kCols + i * Float::kCols + j % Float::kCols,
-            __builtin_convertvector(value - s.offset, f32v) * (load(scale + j) * unit));
+      const f32v word = load(scale + j);
+      const f32v number = zeros ? (__builtin_convertvector(value, f32v) - zero_of(word)) * scale_of(word)
+                                : __builtin_convertvector(value - s.offset, f32v) * (word * unit);
+      store(out + j / Float::kCols * k * Float::kCols + i * Float::kCols + j % Float::kCols, number);
     }
   }
 }
@@ -250,6 +266,7 @@ void block(const QuantizedArgs& g, const Prepared<S>& x, const Segment& segment,
   const int64_t wide_row = x.wide_row;
   const int64_t weights = g.up.values ? 2 : 1, groups = g.block / 4, end = g.padded_k() / 4;
   const bool floats_of_8 = g.packing == Packing::fp8, dequantized = g.exact && !floats_of_8, few = is_few(g, segment.rows);
+  const bool zeros = g.packing == Packing::uint4;
   const bool unpacked = g.bits() == 4 && (g.exact || segment.rows > 2 * kMostRows), engine = floats_of_8 && !few;
   const float unit = g.packing == Packing::mxfp4 ? 0.5f : 1.0f;
   // k at a time: what is in use of a panel stays in the first cache level
@@ -293,7 +310,7 @@ void block(const QuantizedArgs& g, const Prepared<S>& x, const Segment& segment,
           s.bytes = bytes;
         }
         if (g.exact) {
-          dequantize(s, s.bytes, kn, unit, floats);
+          dequantize(s, s.bytes, kn, unit, zeros, floats);
           for (int64_t r = 0; r < segment.rows; r += kPanelRows)
             for (int64_t j = 0; j < kColumns; j += Float::kCols)
               Float::product(wide + (segment.row + r) * wide_row + k0, wide_row, floats + j * kn, kn, static_cast<int>(least<int64_t>(kPanelRows, segment.rows - r)),
@@ -302,7 +319,9 @@ void block(const QuantizedArgs& g, const Prepared<S>& x, const Segment& segment,
         }
         for (int64_t r = 0, parts = ceil_div<int64_t>(segment.rows, kMostRows); parts > 0; --parts) {
           const int count = static_cast<int>(ceil_div(segment.rows - r, parts));
-          if (g.bits() == 8 || unpacked) multiply_rows<kMostRows, Packing::int8>(quantized, segment.row + r, count, s, to + r * kColumns);
+          if (zeros && unpacked) multiply_rows<kMostRows, Packing::int8, true>(quantized, segment.row + r, count, s, to + r * kColumns);
+          else if (zeros) multiply_rows<kMostRows, Packing::int4, true>(quantized, segment.row + r, count, s, to + r * kColumns);
+          else if (g.bits() == 8 || unpacked) multiply_rows<kMostRows, Packing::int8>(quantized, segment.row + r, count, s, to + r * kColumns);
           else if (g.packing == Packing::int4) multiply_rows<kMostRows, Packing::int4>(quantized, segment.row + r, count, s, to + r * kColumns);
           else multiply_rows<kMostRows, Packing::mxfp4>(quantized, segment.row + r, count, s, to + r * kColumns);
           r += count;

@@ -4,7 +4,8 @@ With `activations="int8"` each row of x is rounded to int8 in blocks along K, as
 where a column of the weight has one scale. The products of bytes are summed exactly in int32 and scaled block by block
 into a float32 sum (Dettmers et al., "LLM.int8()", 2022, with blocks in place of columns; llama.cpp's q8_0 and q4_0 do
 the same in blocks of 32). With "exact" x is not rounded, and the weight is dequantized to float32. Twice a value of
-mxfp4 is a whole number, so its products are of bytes too. 8-bit floats are always "exact": their values fit bfloat16,
+mxfp4 is a whole number, so its products are of bytes too. The zero point of uint4 is subtracted after the sum of a
+block: `scale * (sum(x * value) - zero * sum(x))`. 8-bit floats are always "exact": their values fit bfloat16,
 sums are float32, and the scale of a block comes after its sum.
 """
 
@@ -23,7 +24,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation, Op
 from vishwamai.core.qtensor import undifferentiable
-from vishwamai.core.quantized.packed_qtensor import KINDS, PackedQTensor, unpacked_values
+from vishwamai.core.quantized.packed_qtensor import KINDS, PackedQTensor, scaled, unpacked_values
 from vishwamai.core.spec import OpSpec, array_spec
 from vishwamai.core.target import Target
 
@@ -130,7 +131,7 @@ def xla_forward(spec: ProductSpec, operands: Operands) -> tuple[Outputs, None]:
         k, n = spec.shape
         scales = jnp.moveaxis(scales, -2, -3).reshape(*scales.shape[:2], scales.shape[3], -1)[..., :n]
         repeated = jnp.repeat(scales, k if spec.block_size is None else spec.block_size, axis=-2)[..., :k, :]
-        weight = unpacked_values(values, spec.shape, spec.format).astype(jnp.float32) * repeated
+        weight = scaled(unpacked_values(values, spec.shape, spec.format), repeated, spec.format)
         if o.sizes is None:
             return jnp.matmul(x, weight[:, 0], precision="highest")
         groups = max(x.shape[0], weight.shape[0], o.sizes.shape[0])

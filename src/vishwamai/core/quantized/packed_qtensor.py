@@ -6,6 +6,7 @@ whole of K, with 4 neighbours along K of a column side by side::
     int8: [panel][K / 4][column][4]      a byte is the value + 128
     int4: [panel][K / 8][column][4]      a byte is the value + 8 of neighbour i, and above it of neighbour i + 4
     mxfp4, fp4_e2m1: as int4, with the bits of the value in place of the value + 8
+    uint4: as int4, with the value in place of the value + 8
     fp8_e4m3, mxfp8_e4m3: [panel][K][column], the bits of the value
 """
 
@@ -21,16 +22,17 @@ import numpy as np
 
 from vishwamai.core import ffi
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.qtensor import FORMATS, QTensor, bits, scale_values
+from vishwamai.core.qtensor import FORMATS, ZERO_FORMATS, QTensor, bits, of_zero_words, scale_values
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int, UInt8
 
 COLUMNS = 32  # of a panel
-KINDS = {"int8": 0, "int4": 1, "mxfp4": 2, "fp4_e2m1": 2, "fp8_e4m3": 3, "mxfp8_e4m3": 3}
+KINDS = {"int8": 0, "int4": 1, "mxfp4": 2, "fp4_e2m1": 2, "fp8_e4m3": 3, "mxfp8_e4m3": 3, "uint4": 4}
 """How the kernels number the formats that they read (`Packing` of quantized.h)."""
-BITS = {name: bits(FORMATS[name].dtype) for name in KINDS}
+_FORMATS = FORMATS | ZERO_FORMATS
+BITS = {name: bits(_FORMATS[name].dtype) for name in KINDS}
 ACTIVATIONS = ("int8", "exact")
 LARGEST_BLOCK = 32768  # sums of as many products of bytes fit int32
 _PACK = "vishwamai_quantized_panels"
@@ -47,7 +49,8 @@ class PackedQTensor:
 
     Attributes:
       values: `[*groups, panels, bytes of a panel]` uint8.
-      scales: `[*groups, panels, blocks of K, 32]` float32; one block where a column has one scale.
+      scales: `[*groups, panels, blocks of K, 32]` float32, or the uint32 words of uint4; one block where a column has
+        one scale.
       shape: `(K, N)` of the weight.
       format: one of `BITS`.
       block_size: numbers along K that share a scale; None for all of them.
@@ -79,11 +82,11 @@ class PackedQTensor:
         k, n = self.shape
         lead = self.values.shape[:-2]
         scales = jnp.moveaxis(self.scales, -2, -3).reshape(*lead, self.scales.shape[-2], -1)[..., :n]
-        if FORMATS[self.format].power_of_two:
+        if _FORMATS[self.format].power_of_two:
             exponents = jax.lax.bitcast_convert_type(scales, jnp.uint32) >> 23
             scales = jnp.where(jnp.isnan(scales), 255, exponents).astype(jnp.uint8)
         values = unpacked_values(self.values, self.shape, self.format)
-        return QTensor(values.astype(FORMATS[self.format].dtype), scales, self.format, -2, self.block_size)
+        return QTensor(values.astype(_FORMATS[self.format].dtype), scales, self.format, -2, self.block_size)
 
     def columns(self, index: Int[Array, "*rows"], dtype: Any = jnp.float32) -> Float[Array, "*rows K"]:
         """Columns of the weight, dequantized: the embedding of tokens where the weight is a tied head `[K, vocab]`.
@@ -110,7 +113,7 @@ class PackedQTensor:
         scales = self.scales[panel, :, column]  # [*rows, blocks]
         size = k if self.block_size is None else self.block_size
         scales = jnp.repeat(scales, size, axis=-1)[..., :k]
-        return (values.astype(jnp.float32) * scales).astype(dtype)
+        return scaled(values, scales, self.format).astype(dtype)
 
     def __repr__(self) -> str:
         groups = "".join(f"{size}," for size in self.values.shape[:-2])
@@ -118,6 +121,14 @@ class PackedQTensor:
             f"PackedQTensor({self.format}[{groups}{self.shape[0]},{self.shape[1]}], block_size={self.block_size}, "
             f"activations={self.activations!r})"
         )
+
+
+def scaled(values: Any, scales: Any, format: str) -> Any:
+    """float32 numbers that values stand for; `scales` as a `PackedQTensor` has them, repeated to one for each value."""
+    if format in ZERO_FORMATS:
+        scales, zeros = of_zero_words(scales)
+        return (values.astype(jnp.float32) - zeros) * scales
+    return values.astype(jnp.float32) * scales
 
 
 def has_kernel(format: str, block_size: int | None) -> bool:
@@ -145,6 +156,8 @@ def _from_bytes(stored: Any, format: str) -> Any:
     codes = jnp.concatenate([stored & 15, stored >> 4], axis=-1)
     if format == "int4":
         return codes.astype(jnp.int8) - 8
+    if format in ZERO_FORMATS:
+        return codes.astype(_FORMATS[format].dtype)
     return jax.lax.bitcast_convert_type(codes.astype(jnp.uint4), FORMATS[format].dtype)
 
 
@@ -193,7 +206,7 @@ def pack_qtensor(weight: QTensor, transpose: bool = False, activations: str | No
     lead = weight.shape[:-2]
     k, n = weight.shape[-2:] if not transpose else weight.shape[:-3:-1]
     panels = -(-n // COLUMNS)
-    scales = scale_values(weight.scales, jnp.float32)
+    scales = weight.scales if weight.format in ZERO_FORMATS else scale_values(weight.scales, jnp.float32)
     scales = jnp.broadcast_to(scales, (*lead, 1, n)) if weight.axis is None else scales
     scales = jnp.swapaxes(scales, -1, -2) if transpose and weight.axis is not None else scales
     scales = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, panels * COLUMNS - n),))
@@ -205,11 +218,13 @@ def pack_qtensor(weight: QTensor, transpose: bool = False, activations: str | No
 
 @functools.partial(jax.jit, static_argnums=1)
 def _as_bytes(values: Any, format: str) -> Any:
-    """int8 of values: themselves, the bits of 8-bit floats, or the bits of 4-bit floats - 8, so that 8 is added to each
-    4-bit number.
+    """int8 of values: themselves, the bits of 8-bit floats, or uint4 and the bits of 4-bit floats - 8, so that 8 is
+    added to each 4-bit number.
     """
     if format in ("int8", "int4"):
         return values.astype(jnp.int8)
+    if format in ZERO_FORMATS:
+        return values.astype(jnp.int8) - 8
     if BITS[format] == 8:
         return jax.lax.bitcast_convert_type(values, jnp.int8)
     return jax.lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.int8) - 8

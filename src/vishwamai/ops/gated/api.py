@@ -12,7 +12,7 @@ from vishwamai.core.config import ambient_target, cast_for_matmul, current_confi
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
-from vishwamai.core.qtensor import QTensor, scale_values, undifferentiable
+from vishwamai.core.qtensor import QTensor, check_symmetric, scale_values, undifferentiable
 from vishwamai.core.quantized.code_product import by_columns
 from vishwamai.core.quantized.code_tensor import CodeTensor
 from vishwamai.core.quantized.packed_product import packed_product
@@ -139,6 +139,7 @@ def check_quantized(weights: Any) -> None:
     for i, w in enumerate(weights):
         if not isinstance(w, QTensor):
             raise ShapeError(f"{name}: one of `weights` is a QTensor, but not `weights[{i}]`; quantize both or none.")
+        check_symmetric(f"{name}: `weights[{i}]`", w.format)
         if not _by_column(w):
             raise ShapeError(
                 f"{name}: `weights[{i}]` is {w}; quantize it with axis=-2 and without `block_size`, so that each "

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.qtensor import QTensor, undifferentiable
+from vishwamai.core.qtensor import QTensor, check_symmetric, undifferentiable
 from vishwamai.ops.matmul.layout import BlockScales
 
 
@@ -46,8 +46,10 @@ def check_quantized(name: str, x: QTensor, contracted: int, scale: Any) -> None:
     """Checks a factor, whose values and scales may be of any framework.
 
     Raises:
-      ShapeError: its scales are not shared along the axis that the product contracts, or there are others.
+      ShapeError: its scales are not shared along the axis that the product contracts, or there are others, or it has
+        zero points.
     """
+    check_symmetric(f"gemm: `{name}`", x.format)
     if scale is not None:
         raise ShapeError(f"gemm: `{name}` is a QTensor, which has scales of its own; leave `scale_{name}` out.")
     if x.axis is not None and x.axis != contracted:

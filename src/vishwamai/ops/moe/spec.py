@@ -14,7 +14,7 @@ from vishwamai.core import dims
 from vishwamai.core.arrays import cut, namespace
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import FP8_DTYPES, accumulator_dtype
-from vishwamai.core.qtensor import FP4, INT4, QTensor, bits
+from vishwamai.core.qtensor import FP4, INT4, QTensor, bits, check_symmetric
 from vishwamai.core.quantized.code_tensor import CodeTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.signature import Signature, described
@@ -143,8 +143,9 @@ def unpack_weights(rhs: QTensor) -> tuple[Any, Any, int]:
     framework.
 
     Raises:
-      ShapeError: the scales are not shared along K, which the product contracts.
+      ShapeError: the scales are not shared along K, which the product contracts, or there are zero points.
     """
+    check_symmetric("grouped_gemm: `rhs`", rhs.format)
     values, scales = rhs.values, rhs.scales
     if rhs.axis is None:
         lead = tuple(values.shape[:-2])
