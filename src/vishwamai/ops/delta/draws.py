@@ -21,9 +21,7 @@ def draw(d: Sizes) -> Case:
     }
     dims = d.size(80), d.size(80)
     if d.flag(4):
-        channels = d.flag()
-        dims = (dims[0], d.choose((1, 1, 3, dims[1]))) if channels else dims
-        return state_space_case("", shape, *dims, skip=d.flag(), channels=channels, **options)
+        return state_space_case("", shape, *dims, skip=d.flag(), **options)
     decay = d.choose((None, 0.0, 0.1, 1.0, 30.0, 200.0))
     return delta_case(
         "", shape, *dims, linear=d.flag(4), decay=decay, channels=d.flag(), beta=d.choose((None, 0, 0.5, 1)), **options
