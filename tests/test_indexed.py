@@ -10,6 +10,7 @@ import pytest
 
 import contract
 import draws
+import rotation
 from vishwamai import ShapeError, flash_attention, indexed_attention, lightning_index
 
 
@@ -18,10 +19,10 @@ def normal(seed, *shape):
 
 
 @pytest.mark.turns(3)
-@pytest.mark.parametrize("count", [4, pytest.param(1000, marks=pytest.mark.long)])
-def test_random_calls(count):
+@pytest.mark.parametrize("seeds", rotation.spans(4, 1000))
+def test_random_calls(seeds):
     """Values and gradients of any legal call are the oracle's."""
-    for seed in range(count):
+    for seed in seeds:
         case = draws.draw_case("indexed_attention", random.Random(seed).choice, 130)
         contract.check_all(contract.by_reference(case), contract.truth(case), None)
 
