@@ -197,6 +197,8 @@ def base_logits(name: str) -> np.ndarray:
 
 def check_logits(name: str, key: str, value: Any, values: dict[str, Any], directory: Path) -> str | None:
     """What is wrong, or None."""
+    if key == "index_n_heads" and value in (1, 2):  # many scores are 0 then, and `torch.topk` takes any of them
+        return None
     config = ours(values)
     peer = None if isinstance(config, str) else theirs(values)
     model = None if peer is None else peer_model(peer)
