@@ -20,8 +20,6 @@ from vishwamai.core.figures import Estimate, Measurement
 from vishwamai.core.numbers import human
 from vishwamai.measure.live import LiveAt, live_bytes
 
-Tree = Any
-
 
 @dataclasses.dataclass(frozen=True)
 class MemoryStats:

@@ -16,6 +16,7 @@ from vishwamai.aot.compile.traced import Program, trace
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.optimization import Optimization
 from vishwamai.core.qtensor import bits
+from vishwamai.core.types import PyTree
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.sampling import Sampling, all_allowed, empty_rows, sample, set_row
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes
@@ -29,8 +30,6 @@ from vishwamai.models.pages import (
     window_rings,
     with_pages,
 )
-
-Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Serving:
         """Pages of a sequence at its full length."""
         return -(-self.length // self.page_size)
 
-    def parameters(self) -> tuple[Any, Tree]:
+    def parameters(self) -> tuple[Any, PyTree]:
         """The decoder's structure, and the shapes of its variables."""
         make = functools.partial(Decoder, self.config, dtype=self.dtype, param_dtype=self.dtype, stacked=False)
 
@@ -123,7 +122,7 @@ def kv_bytes_per_token(serving: Serving) -> int:
     return size([getattr(pool, "pool", pool) for pool in pools if pool is not None]) // serving.page_size
 
 
-def size(tree: Tree) -> int:
+def size(tree: PyTree) -> int:
     """Bytes of a tree of shapes, without padding; two 4-bit numbers take one, as a `QTensor` counts them."""
     return sum(-(-math.prod(leaf.shape) * bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(tree))
 
@@ -145,7 +144,7 @@ def trace_serving(
     batch = PagedBatch(*_tables(serving, rows, new, context), max_q_len=new)
 
     def serving_step(
-        variables: Tree, pages: Tree, history: Any, tokens: Any, seeds: Any, batch: PagedBatch
+        variables: PyTree, pages: PyTree, history: Any, tokens: Any, seeds: Any, batch: PagedBatch
     ) -> tuple[Any, ...]:
         slots = jnp.arange(rows, dtype=jnp.int32)
         tables = {window: ring_table(slots, ring, batch.page_table.shape[1]) for window, ring in serving.rings.items()}

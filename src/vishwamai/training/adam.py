@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-Tree = Any
+from vishwamai.core.types import PyTree
 
 
 class Moments(NamedTuple):
     """State of `scale_by_adam`: steps taken, and the two moments. A step that is not good leaves it as it is."""
 
     count: Any
-    mu: Tree
-    nu: Tree
+    mu: PyTree
+    nu: PyTree
 
 
 def scale_by_adam(
@@ -43,11 +43,13 @@ def scale_by_adam(
     ([0.0, 0.0], [0.05, 0.05], 1)
     """
 
-    def init(params: Tree) -> Moments:
+    def init(params: PyTree) -> Moments:
         mu = jax.tree.map(lambda p: jnp.zeros(p.shape, mu_dtype or p.dtype), params)
         return Moments(jnp.zeros((), jnp.int32), mu, jax.tree.map(jnp.zeros_like, params))
 
-    def update(updates: Tree, state: Any, params: Tree = None, *, good: Any = True, **_: Any) -> tuple[Tree, Moments]:
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, *, good: Any = True, **_: Any
+    ) -> tuple[PyTree, Moments]:
         del params
         good = jnp.asarray(good)
         count = optax.safe_increment(state.count)
@@ -90,7 +92,7 @@ def _direction(good: Any, mu: Any, nu: Any, first: Any, second: Any, eps: float)
     return jnp.where(good, direction, jnp.zeros_like(direction))
 
 
-def kept_where(good: Any, new: Tree, old: Tree) -> Tree:
+def kept_where(good: Any, new: PyTree, old: PyTree) -> PyTree:
     """What a step leaves: `new` where it is good, else `old`. `Moments` are guarded by their own rule and are taken
     as they are.
     """

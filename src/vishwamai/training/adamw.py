@@ -16,10 +16,10 @@ import numpy as np
 import optax
 
 from vishwamai.core import ffi, sharding
+from vishwamai.core.types import PyTree
 from vishwamai.training.adam import Moments, bias, kept_where, scale_by_adam
 from vishwamai.training.config import OptimizerSection
 
-Tree = Any
 _HANDLER = "vishwamai_adam"
 
 
@@ -28,14 +28,14 @@ class AdamW(optax.GradientTransformationExtraArgs):
     with clipping and the addition to the parameters, for the CPU.
     """
 
-    one_pass: Callable[..., tuple[Tree, Tree]]
+    one_pass: Callable[..., tuple[PyTree, PyTree]]
 
 
 def adamw(
     section: OptimizerSection,
     grouped: optax.GradientTransformation,
-    decay: Tree,
-    factor: Tree,
+    decay: PyTree,
+    factor: PyTree,
     rate: optax.GradientTransformation,
 ) -> AdamW:
     """The chain and its form for the CPU.
@@ -48,7 +48,7 @@ def adamw(
     b1, b2, eps = section.b1, section.b2, section.eps
     chain = optax.chain(scale_by_adam(b1, b2, eps, mu_dtype=jnp.dtype(section.moment_dtype)), grouped, rate)
 
-    def one_pass(gradients: Tree, params: Tree, state: Any, clip: Any, good: Any) -> tuple[Tree, Tree]:
+    def one_pass(gradients: PyTree, params: PyTree, state: Any, clip: Any, good: Any) -> tuple[PyTree, PyTree]:
         moments, no_state, steps = state
         count = optax.safe_increment(moments.count)
         factor_of_all, after = rate.update(jnp.ones((), jnp.float32), steps)
@@ -80,7 +80,7 @@ def adamw(
     return rule
 
 
-def why_not(gradients: Tree, params: Tree, moments: Moments) -> str | None:
+def why_not(gradients: PyTree, params: PyTree, moments: Moments) -> str | None:
     """The reason why the kernel cannot take a step of these arrays, or None."""
     wide = jax.tree.leaves((gradients, params, moments.nu))
     narrow = jax.tree.leaves(moments.mu)

@@ -15,6 +15,7 @@ import numpy as np
 
 from vishwamai.core import caches
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.models import read_generation_config, save_pretrained
 from vishwamai.models.adapter_files import write_adapter
 from vishwamai.models.adapters import Place, Thin
@@ -22,13 +23,13 @@ from vishwamai.models.periods import segments
 from vishwamai.models.values import read_json
 from vishwamai.training.chat import CHAT_TEMPLATE, end_of_text, tokenizer_file, tokenizer_settings
 from vishwamai.training.config import LoraSection, TrainConfig
-from vishwamai.training.model import ModelParts, Tree
+from vishwamai.training.model import ModelParts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-def export(parts: ModelParts, params: Tree, files: dict[str, str], folder: Path) -> None:
+def export(parts: ModelParts, params: PyTree, files: dict[str, str], folder: Path) -> None:
     """Writes config.json, safetensors, and the files of `files_next_to_weights`, which transformers and
     `vishwamai generate` load.
 

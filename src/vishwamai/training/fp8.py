@@ -23,11 +23,10 @@ import optax
 
 from vishwamai.core.arguments import checks_its_own
 from vishwamai.core.errors import ConfigError
+from vishwamai.core.types import PyTree
 from vishwamai.training.adam import kept_where
 from vishwamai.training.fp8_products import E4M3, E5M2, TENSORS, FP8Weight, Recipe, Scaling, scale_of
 from vishwamai.training.optimizers import path_names
-
-Tree = Any
 
 SCALES = "fp8"
 """Key of the scales in a tree of parameters; their gradients are the largest magnitudes."""
@@ -110,7 +109,7 @@ class FP8Optimizer:
         """How products round."""
         return Recipe(self.scaling, self.margin, self.axes)
 
-    def init(self, params: Tree) -> FP8State:
+    def init(self, params: PyTree) -> FP8State:
         """The state before the first step.
 
         Raises:
@@ -131,8 +130,8 @@ class FP8Optimizer:
         return FP8State(self.inner.init(params), zeros(), zeros(self.history))
 
     def update(
-        self, gradients: Tree, state: FP8State, params: Tree = None, *, good: Any = True
-    ) -> tuple[Tree, FP8State]:
+        self, gradients: PyTree, state: FP8State, params: PyTree = None, *, good: Any = True
+    ) -> tuple[PyTree, FP8State]:
         """Updates of the parameters, and the state after them.
 
         Args:
@@ -160,11 +159,11 @@ class FP8Optimizer:
             scales = jax.tree_util.tree_map_with_path(self._scale, history, scales)
         return updates, kept_where(good, FP8State(inner, scales, history), state)
 
-    def with_scales(self, params: Tree, state: FP8State) -> Tree:
+    def with_scales(self, params: PyTree, state: FP8State) -> PyTree:
         """The parameters and the scales as one tree, to differentiate by."""
         return params | {SCALES: state.scales} if state.scales else params
 
-    def value_and_grad(self, loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Tree]]:
+    def value_and_grad(self, loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, PyTree]]:
         """`jax.value_and_grad` of a loss whose products with the targets are those of 8-bit floats.
 
         Args:
@@ -180,14 +179,14 @@ class FP8Optimizer:
         )
         return lambda params, state, *args, **options: differentiated(self.with_scales(params, state), *args, **options)
 
-    def attach(self, trained: Tree) -> Tree:
+    def attach(self, trained: PyTree) -> PyTree:
         """The parameters with an `FP8Weight` in place of each matrix that multiplies in 8 bits."""
         return attach(trained, self.recipe, self._is_target)
 
     def _is_target(self, name: str) -> bool:
         return re.search(self.targets, name) is not None
 
-    def _targets(self, params: Tree) -> dict[str, tuple[int, ...]]:
+    def _targets(self, params: PyTree) -> dict[str, tuple[int, ...]]:
         """Paths of the matrices, each with the shape of its scales: that of the axis of stacked layers, or ()."""
         names = jax.tree.leaves(path_names(params))
         shapes = {}
@@ -204,7 +203,7 @@ class FP8Optimizer:
         return now if self.dynamic_scale else jnp.where(before > 0, before, now)
 
 
-def attach(trained: Tree, recipe: Recipe, is_target: Callable[[str], bool]) -> Tree:
+def attach(trained: PyTree, recipe: Recipe, is_target: Callable[[str], bool]) -> PyTree:
     """See `FP8Optimizer.attach`."""
     params = dict(trained)
     scales = params.pop(SCALES, {})
@@ -215,7 +214,7 @@ def attach(trained: Tree, recipe: Recipe, is_target: Callable[[str], bool]) -> T
     return jax.tree.map(weight, path_names(params), params)
 
 
-def detach(attached: Tree) -> Tree:
+def detach(attached: PyTree) -> PyTree:
     """The tree that `attach` took, of the one that it gave or of its gradients."""
     scales: dict[str, dict[str, Any]] = {}
 
@@ -230,6 +229,6 @@ def detach(attached: Tree) -> Tree:
     return params | ({SCALES: scales} if scales else {})
 
 
-def are_scales(attached: Tree) -> Tree:
+def are_scales(attached: PyTree) -> PyTree:
     """For each leaf of what `attach` gives, whether it is a scale, whose gradients are joined by the maximum."""
     return jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.GetAttrKey("scales") in path, attached)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from vishwamai.core.qtensor import QTensor, bits
+from vishwamai.core.types import PyTree
 from vishwamai.parallel.in_order import among_processes
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.fp8 import SCALES
@@ -30,7 +31,6 @@ from vishwamai.training.sharding import (
     ROWS,
     TOKENS,
     Layout,
-    Tree,
     batch_specs,
     is_quantized,
     split_axis,
@@ -74,7 +74,7 @@ def _gathered(x: Any, axis: int, over: str) -> Any:
     return jax.lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x
 
 
-def gather_parameters(layout: Layout, arrays: Tree) -> Tree:
+def gather_parameters(layout: Layout, arrays: PyTree) -> PyTree:
     """Inside `over_devices`: whole parameters from this device's parts, by the last name of each path."""
     if layout.mesh is None:
         return arrays
@@ -85,7 +85,7 @@ def gather_parameters(layout: Layout, arrays: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(gather, arrays, is_leaf=is_quantized)
 
 
-def summed(layout: Layout, gradients: Tree) -> Tree:
+def summed(layout: Layout, gradients: PyTree) -> PyTree:
     """Inside `over_devices`: the gradients of a microbatch, those that "fsdp" splits added up before others are.
 
     The compiler for TPUs moves a sum over devices out of a loop that only adds its results up. For the embedding
@@ -112,7 +112,7 @@ def gathered_axis(layout: Layout, name: str) -> int | None:
 
 
 def over_devices(
-    layout: Layout, compute: Callable[..., Any], params: Tree, gradients: bool = True, frozen: Tree = None
+    layout: Layout, compute: Callable[..., Any], params: PyTree, gradients: bool = True, frozen: PyTree = None
 ) -> Callable[..., Any]:
     """`compute(params, batch, *scalars)` to (gradients, sums) of each device's tokens, as one function of all.
 
@@ -124,7 +124,7 @@ def over_devices(
         return compute if frozen is None else functools.partial(compute, frozen=frozen)
     specs, others = layout.specs(params), layout.specs(frozen)
 
-    def local(params: Tree, batch: Tree, scalars: Tree, frozen: Tree) -> tuple[Tree, Tree]:
+    def local(params: PyTree, batch: PyTree, scalars: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
         grown, sums = compute(params, batch, *scalars, **({} if frozen is None else {"frozen": frozen}))
 
         def total(path: Any, g: Any) -> Any:
@@ -138,7 +138,7 @@ def over_devices(
 
         return jax.tree_util.tree_map_with_path(total, grown), jax.lax.psum(sums, TOKENS)
 
-    def call(params: Tree, batch: Tree, *scalars: Any) -> tuple[Tree, Tree]:
+    def call(params: PyTree, batch: PyTree, *scalars: Any) -> tuple[PyTree, PyTree]:
         places = (specs, batch_specs(batch), PartitionSpec(), others)
         out = (specs if gradients else PartitionSpec(), PartitionSpec())
         run = jax.shard_map(among_processes(local), mesh=layout.mesh, in_specs=places, out_specs=out, check_vma=False)
@@ -147,14 +147,14 @@ def over_devices(
     return call
 
 
-def by_part(layout: Layout, compute: Callable[..., Tree]) -> Callable[..., Tree]:
+def by_part(layout: Layout, compute: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`compute(*trees)`, as a function of the parts that each device has of every array: of parameters, of what an
     optimizer keeps for them, and of scalars. What it computes of an element takes no other element.
     """
     if layout.mesh is None:
         return compute
 
-    def call(*trees: Tree) -> Tree:
+    def call(*trees: PyTree) -> PyTree:
         out = layout.specs(jax.eval_shape(compute, *trees))
         run = jax.shard_map(compute, mesh=layout.mesh, in_specs=layout.specs(trees), out_specs=out, check_vma=False)
         return run(*trees)
@@ -162,13 +162,13 @@ def by_part(layout: Layout, compute: Callable[..., Tree]) -> Callable[..., Tree]
     return call
 
 
-def by_row(layout: Layout, compute: Callable[..., Any], params: Tree) -> Callable[..., Any]:
+def by_row(layout: Layout, compute: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
     """`compute(params, batch)` to arrays `[rows, ...]` of each device's rows, as one function of all rows."""
     if layout.mesh is None:
         return compute
     specs = layout.specs(params)
 
-    def call(params: Tree, batch: Tree) -> Any:
+    def call(params: PyTree, batch: PyTree) -> Any:
         places = (specs, batch_specs(batch))
         run = jax.shard_map(
             among_processes(compute),
@@ -213,7 +213,7 @@ class Rounding:
     sums: Any
     stored: Any
 
-    def places(self, params: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+    def places(self, params: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         """What gradients are taken of, and a function from that to the parameters of a loss that calls `gather`."""
 
         def place(path: Any, x: Any) -> Any:
@@ -222,12 +222,12 @@ class Rounding:
         def joined(path: Any, x: Any, of: Any) -> Any:
             return Rounded(x, of) if self._rounds(parameter_name(path)) else of
 
-        def parameters(of: Tree) -> Tree:
+        def parameters(of: PyTree) -> PyTree:
             return jax.tree_util.tree_map_with_path(joined, params, of)
 
         return jax.tree_util.tree_map_with_path(place, params), parameters
 
-    def gather(self, arrays: Tree) -> Tree:
+    def gather(self, arrays: PyTree) -> PyTree:
         """As `gather_parameters`, of parameters some of which are `Rounded`."""
 
         def gather(path: Any, x: Any) -> Any:

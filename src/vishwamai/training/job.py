@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from vishwamai.core.config import local_platform
 from vishwamai.core.execute import only_for
 from vishwamai.core.hardware import tpu_for
+from vishwamai.core.types import PyTree
 from vishwamai.measure.program import program_bytes
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.data import Batch, Corpus, prepare, training_batches
@@ -31,8 +32,6 @@ from vishwamai.training.remat import fitting_policy, memory_limit
 from vishwamai.training.sharding import Layout
 from vishwamai.training.step import TrainState
 from vishwamai.training.together import first_alone, on_host
-
-Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ class TrainingJob:
     corpus: Corpus
     folder: Path
     files: dict[str, str]
-    frozen: Tree
+    frozen: PyTree
     policy: str
 
     @property
@@ -87,7 +86,7 @@ class TrainingJob:
         rates = self.flops_per_token, self.peak_flops
         return run_facts(self.config, self.corpus, state.params, self.frozen, compiled, *rates)
 
-    def evaluate(self, params: Tree, batch: Batch) -> tuple[Any, Any]:
+    def evaluate(self, params: PyTree, batch: Batch) -> tuple[Any, Any]:
         """The sum of the loss of a batch, and over how many tokens or pairs."""
         return self._evaluate(params, batch, self.frozen)
 
@@ -95,7 +94,7 @@ class TrainingJob:
         """A state in the form of checkpoints as the stages of a pipeline hold it."""
         return rearrange(self.program.shapes.stages, state, self.layout, placed=True)
 
-    def unplace(self, state: Tree) -> Tree:
+    def unplace(self, state: PyTree) -> PyTree:
         """A state, or parameters, in the form of checkpoints."""
         return rearrange(self.program.shapes.stages, state, self.layout, placed=False)
 
@@ -115,12 +114,12 @@ class TrainingJob:
         peak = peak_flops(self.config.model.compute_dtype)
         return None if peak is None else peak * self.layout.devices
 
-    def export(self, params: Tree) -> None:
+    def export(self, params: PyTree) -> None:
         """Writes the parameters, in Hugging Face's form, into the run's directory."""
         frozen, section = self.frozen, self.config.lora
         thin = None if frozen is None else on_host(self.unplace(params))
 
-        def merged(params: Tree, frozen: Tree) -> Tree:
+        def merged(params: PyTree, frozen: PyTree) -> PyTree:
             return merge_adapters(attach(section, frozen, params))
 
         if frozen is not None:
@@ -168,7 +167,7 @@ def jitted_step(program: TrainingProgram, policy: str) -> Any:
     return jax.jit(step, donate_argnums=0, compiler_options=program.options)
 
 
-def _initial_parameters(program: TrainingProgram, parts: ModelParts) -> Tree:
+def _initial_parameters(program: TrainingProgram, parts: ModelParts) -> PyTree:
     """The parameters that a run begins with, as its devices hold them."""
     new, place = parts.new, program.shapes.place
     if new is not None:
@@ -177,13 +176,13 @@ def _initial_parameters(program: TrainingProgram, parts: ModelParts) -> Tree:
         return program.layout.put(place(parts.params))
 
 
-def _initial_adapters(program: TrainingProgram) -> Tree:
+def _initial_adapters(program: TrainingProgram) -> PyTree:
     """The adapters that a run begins with, in the form of checkpoints."""
     config, parts = program.config, program.shapes.parts
     return initial_adapters(config.lora, parts.params, jax.random.key(config.seed), parts.ranks)
 
 
-def _fitting_policy(program: TrainingProgram, corpus: Corpus, state: TrainState, frozen: Tree) -> str:
+def _fitting_policy(program: TrainingProgram, corpus: Corpus, state: TrainState, frozen: PyTree) -> str:
     """`remat`; where it is automatic, the first policy whose compiled step fits its limit."""
     config, layout = program.config, program.layout
     limit = memory_limit(config.remat)

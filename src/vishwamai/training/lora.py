@@ -19,11 +19,10 @@ import jax.numpy as jnp
 
 from vishwamai.core.errors import ConfigError
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.types import PyTree
 from vishwamai.training.config import LoraSection
 from vishwamai.training.optimizers import path_names
 from vishwamai.training.parameter_names import is_bias, parameter_name
-
-Tree = Any
 
 ADAPTER_RANKS = {"down": 2, "up": 2}
 """Axes of the arrays of an adapter, without that of stacked layers."""
@@ -52,7 +51,7 @@ class Adapted:
 
 
 def initial_adapters(
-    section: LoraSection, params: Tree, key: Any, ranks: Mapping[str, int] | None = None
+    section: LoraSection, params: PyTree, key: Any, ranks: Mapping[str, int] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Adapters of the weights that the section's pattern names, by path; they start as no change.
 
@@ -114,7 +113,7 @@ def takes_adapter(name: str, axes: int) -> bool:
     return axes >= 2 and not is_bias(name)
 
 
-def attach(section: LoraSection, params: Tree, adapters: dict[str, dict[str, Any]]) -> Tree:
+def attach(section: LoraSection, params: PyTree, adapters: dict[str, dict[str, Any]]) -> PyTree:
     """The parameters with an `Adapted` in place of each adapted weight."""
     scale = section.alpha / section.rank
 
@@ -124,7 +123,7 @@ def attach(section: LoraSection, params: Tree, adapters: dict[str, dict[str, Any
     return jax.tree.map(adapt, path_names_of_weights(params), params)
 
 
-def merge_adapters(tree: Tree, gather: Callable[[str, Any], Any] = lambda _, x: x) -> Tree:
+def merge_adapters(tree: PyTree, gather: Callable[[str, Any], Any] = lambda _, x: x) -> PyTree:
     """Plain arrays in place of each `Adapted`, and of each quantized weight.
 
     Args:
@@ -144,7 +143,7 @@ def merge_adapters(tree: Tree, gather: Callable[[str, Any], Any] = lambda _, x: 
     return jax.tree_util.tree_map_with_path(merge, tree, is_leaf=_is_weight)
 
 
-def path_names_of_weights(params: Tree) -> Tree:
+def path_names_of_weights(params: PyTree) -> PyTree:
     """`path_names`, with one name for a quantized weight."""
     return path_names(jax.tree.map(lambda _: 0, params, is_leaf=_is_weight))
 

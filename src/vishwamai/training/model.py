@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vishwamai.core.errors import ConfigError
+from vishwamai.core.types import PyTree
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config
 from vishwamai.models.checkpoint import quantized
 from vishwamai.models.families import FAMILIES
@@ -28,8 +29,6 @@ from vishwamai.training.remat import checkpoint_policy
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Tree = Any
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelParts:
@@ -43,9 +42,9 @@ class ModelParts:
 
     config: ModelConfig
     graph: nnx.GraphDef[Any]
-    params: Tree
-    rest: Tree
-    new: Callable[[], Tree] | None = None
+    params: PyTree
+    rest: PyTree
+    new: Callable[[], PyTree] | None = None
 
     @property
     def axes(self) -> dict[str, tuple[str | None, ...]]:
@@ -73,7 +72,7 @@ class ModelParts:
         jax.eval_shape(lambda params: policies.append(checkpoint_policy(self.merge(params), policy)), self.params)
         return policies[0]
 
-    def merge(self, params: Tree) -> Decoder:
+    def merge(self, params: PyTree) -> Decoder:
         """The module with these parameters."""
         return nnx.merge(self.graph, params, self.rest)
 

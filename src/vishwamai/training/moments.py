@@ -16,8 +16,8 @@ import optax
 
 import vishwamai
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.types import PyTree
 
-Tree = Any
 BLOCK = 128
 SMALLEST = 4096
 """Parameters with fewer numbers, or with one axis, have float32 moments."""
@@ -27,8 +27,8 @@ class RoundedMoments(NamedTuple):
     """State of `scale_by_adam_8bit`: steps taken, the first moment, and the root of the second, as they are stored."""
 
     count: Any
-    mu: Tree
-    root: Tree
+    mu: PyTree
+    root: PyTree
 
 
 def scale_by_adam_8bit(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> optax.GradientTransformation:
@@ -47,12 +47,12 @@ def scale_by_adam_8bit(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> 
     (QTensor(int8[64,128], float32[64,1], format='int8', axis=-1, block_size=128), 1.0)
     """
 
-    def init(params: Tree) -> RoundedMoments:
+    def init(params: PyTree) -> RoundedMoments:
         # Two arrays each, so that both can be donated.
         first, second = (jax.tree.map(lambda p: _store(jnp.zeros(p.shape, jnp.float32), None), params) for _ in "mv")
         return RoundedMoments(jnp.zeros((), jnp.int32), first, second)
 
-    def update(updates: Tree, state: RoundedMoments, params: Tree = None) -> tuple[Tree, RoundedMoments]:
+    def update(updates: PyTree, state: RoundedMoments, params: PyTree = None) -> tuple[PyTree, RoundedMoments]:
         del params
         count = state.count + 1
         key = jax.random.fold_in(jax.random.key(0), count)

@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import optax
 
 from vishwamai.core.errors import ConfigError
+from vishwamai.core.types import PyTree
 from vishwamai.training.adamw import adamw
 from vishwamai.training.config import OptimizerSection
 from vishwamai.training.moments import scale_by_adam_8bit
 from vishwamai.training.parameter_names import is_bias
 
-Tree = Any
 
-
-def path_names(tree: Tree) -> Tree:
+def path_names(tree: PyTree) -> PyTree:
     """The same tree with each leaf's path in place of the leaf.
 
     >>> path_names({"layers": [{"up": 1.0}]})
@@ -60,7 +59,7 @@ def schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
 
 
 def optimizer(
-    section: OptimizerSection, steps: int, params: Tree, ranks: Mapping[str, int] | None = None
+    section: OptimizerSection, steps: int, params: PyTree, ranks: Mapping[str, int] | None = None
 ) -> optax.GradientTransformation:
     """The transformation of gradients into updates; clipping is the step's, which knows the norm.
 
@@ -81,7 +80,7 @@ def optimizer(
     return optax.chain(_rule(section, ranks), grouped, rate)
 
 
-def apply_updates(params: Tree, updates: Tree, key: Any = None) -> Tree:
+def apply_updates(params: PyTree, updates: PyTree, key: Any = None) -> PyTree:
     """The parameters after a step.
 
     Args:
@@ -113,7 +112,7 @@ def _added(parameter: Any, update: Any, key: Any) -> Any:
     return jnp.where(jnp.isfinite(total), rounded, total.astype(jnp.bfloat16))
 
 
-def groups(section: OptimizerSection, params: Tree, ranks: Mapping[str, int] | None = None) -> tuple[Tree, Tree]:
+def groups(section: OptimizerSection, params: PyTree, ranks: Mapping[str, int] | None = None) -> tuple[PyTree, PyTree]:
     """Weight decay and factor of the learning rate, two trees of floats like `params`.
 
     The first group whose pattern is found in a parameter's path holds. Without one, the decay is the optimizer's for
@@ -185,7 +184,7 @@ def _rule(section: OptimizerSection, ranks: Mapping[str, int] | None) -> optax.G
     }[section.name]()
 
 
-def _matrices(ranks: Mapping[str, int] | None, params: Tree) -> Tree:
+def _matrices(ranks: Mapping[str, int] | None, params: PyTree) -> PyTree:
     """How Muon sees each parameter: matrices of the hidden layers, alone or stacked by expert; None goes to Adam."""
 
     def of(name: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
@@ -196,10 +195,10 @@ def _matrices(ranks: Mapping[str, int] | None, params: Tree) -> Tree:
     return jax.tree.map(of, path_names(params), params)
 
 
-def _grouped(decay: Tree, factor: Tree) -> optax.GradientTransformation:
+def _grouped(decay: PyTree, factor: PyTree) -> optax.GradientTransformation:
     """Updates plus `decay` times the parameters, times `factor`; both are Python floats by parameter."""
 
-    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         def scale(u: Any, p: Any, decay: float, factor: float) -> Any:
             return factor * (u + decay * p.astype(u.dtype)) if factor else jnp.zeros_like(u)
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from vishwamai.aot.compile import libtpu
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.target import Target
+from vishwamai.core.types import PyTree
 from vishwamai.training.compiling import compiler_options
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
@@ -44,7 +45,6 @@ from vishwamai.training.step import (
     update_rule,
 )
 
-Tree = Any
 Shapes = Any
 """A tree of `jax.ShapeDtypeStruct`s."""
 
@@ -76,20 +76,20 @@ class TrainingStep:
             arrays[REFERENCE] = jax.ShapeDtypeStruct((rows, 2), jnp.float32)
         return arrays
 
-    def update_rule(self, axes: tuple[str, ...] = ()) -> tuple[Optimizer, Callable[[Tree], Tree] | None]:
+    def update_rule(self, axes: tuple[str, ...] = ()) -> tuple[Optimizer, Callable[[PyTree], PyTree] | None]:
         """`step.update_rule` of the parameters that are trained."""
         ranks = self.parts.ranks if self.frozen is None else ADAPTER_RANKS
         return update_rule(self.config, self.state.params, ranks, axes)
 
-    def loss(self, layout: Layout, attach_scales: Callable[[Tree], Tree] | None, policy: str | None = None) -> Any:
+    def loss(self, layout: Layout, attach_scales: Callable[[PyTree], PyTree] | None, policy: str | None = None) -> Any:
         """`make_loss` on the devices of a layout."""
         return make_loss(self.config, self.parts, layout, self.stages, attach_scales, policy)
 
-    def place(self, params: Tree) -> Tree:
+    def place(self, params: PyTree) -> PyTree:
         """Parameters in the form of checkpoints as the stages hold them."""
         return params if self.stages is None else self.stages.place(params)
 
-    def initial(self, params: Tree, update: Optimizer) -> TrainState:
+    def initial(self, params: PyTree, update: Optimizer) -> TrainState:
         """The state before the first step."""
         average = self.config.optimizer.ema_decay is not None
         return initial_state(params, update, average, first_loss_scale(self.config))
@@ -110,7 +110,7 @@ class TrainingProgram:
     shapes: TrainingStep
     layout: Layout
     update: Optimizer
-    attach_scales: Callable[[Tree], Tree] | None
+    attach_scales: Callable[[PyTree], PyTree] | None
     options: dict[str, str]
 
     @property
@@ -130,7 +130,7 @@ class TrainingProgram:
         """Parameters, batch and frozen parameters to the sum of the loss, and over how many tokens or pairs."""
         loss, layout = self.loss("none"), self.layout
 
-        def count(params: Tree, batch: Tree, **frozen: Tree) -> tuple[None, tuple[Any, Any]]:
+        def count(params: PyTree, batch: PyTree, **frozen: PyTree) -> tuple[None, tuple[Any, Any]]:
             if isinstance(loss, PipelinedLoss):
                 options = {"microbatches": self.config.microbatches, "gradients": False}
                 sums = pipelined(loss, params, batch, 1.0, **options, **frozen)[1]
@@ -138,19 +138,19 @@ class TrainingProgram:
                 sums = loss(params, batch, **frozen)[1]
             return None, (sums["loss"], loss_count(batch, layout.model_axes))
 
-        def evaluate(params: Tree, batch: Tree, frozen: Tree = None) -> tuple[Any, Any]:
+        def evaluate(params: PyTree, batch: PyTree, frozen: PyTree = None) -> tuple[Any, Any]:
             return over_devices(layout, count, params, gradients=False, frozen=frozen)(params, batch)[1]
 
         return evaluate
 
-    def reference(self, params: Tree) -> Callable[[Tree, Tree], Any]:
+    def reference(self, params: PyTree) -> Callable[[PyTree, PyTree], Any]:
         """Parameters like `params`, without adapters, and a batch to the log-probabilities of its answers."""
         loss, parts, layout = self.loss("none"), self.shapes.parts, self.layout
         gather = None if layout.mesh is None else functools.partial(gather_parameters, layout)
         if self.config.lora.rank:
             gather = functools.partial(merge_adapters, gather=functools.partial(gather_parameter, layout))
 
-        def logprobs(params: Tree, batch: Tree) -> Any:
+        def logprobs(params: PyTree, batch: PyTree) -> Any:
             if isinstance(loss, PipelinedLoss):
                 base = dataclasses.replace(loss, adapt=None)
                 return pipelined_logprobs(base, params, batch, microbatches=self.config.microbatches)
@@ -237,7 +237,7 @@ def make_loss(
     parts: ModelParts,
     layout: Layout,
     stages: Stages | None = None,
-    attach_scales: Callable[[Tree], Tree] | None = None,
+    attach_scales: Callable[[PyTree], PyTree] | None = None,
     policy: str | None = None,
 ) -> Any:
     """The `Loss` as a function of the trained parameters, a batch, and the frozen ones below adapters where there are
@@ -269,7 +269,7 @@ def make_loss(
         parts.graph, parts.rest, config.loss, policy_function, gather, attach_scales, axes, config.dpo.beta
     )
 
-    def loss(params: Tree, batch: Tree, frozen: Tree = None) -> tuple[Any, dict[str, Any]]:
+    def loss(params: PyTree, batch: PyTree, frozen: PyTree = None) -> tuple[Any, dict[str, Any]]:
         return full(params if frozen is None else attach(config.lora, frozen, params), batch)
 
     return loss
@@ -289,7 +289,7 @@ def make_step(
     elif rounded is not None:
         accumulate = functools.partial(accumulated, summed=functools.partial(summed, layout), places=rounded.places)
 
-    def step(state: TrainState, batch: Tree, frozen: Tree = None) -> tuple[TrainState, dict[str, Any]]:
+    def step(state: TrainState, batch: PyTree, frozen: PyTree = None) -> tuple[TrainState, dict[str, Any]]:
         options = {"loss": loss, "accumulate": accumulate, "frozen": frozen}
         with config.optimization.kernels():
             return train_step(state, batch, **options, optimizer=optimizer, config=config, layout=layout)

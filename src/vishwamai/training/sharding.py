@@ -22,6 +22,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.core.numbers import divisors
 from vishwamai.core.pallas import LANES
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.types import PyTree
 from vishwamai.models.attend import sequence_placement
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import ModelConfig
@@ -32,8 +33,6 @@ from vishwamai.parallel.rules import Names
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.packing import REFERENCE
 from vishwamai.training.parameter_names import is_bias, of_layers, parameter_name
-
-Tree = Any
 
 ROWS = ("data", "fsdp", "expert")
 """The mesh axes that split the rows of a batch."""
@@ -101,7 +100,7 @@ class Layout:
         """How many devices compute the loss of one token."""
         return 1 if self.mesh is None else self.mesh.shape["tensor"]
 
-    def specs(self, tree: Tree, placed: bool = True) -> Tree:
+    def specs(self, tree: PyTree, placed: bool = True) -> PyTree:
         """A `PartitionSpec` for each leaf of a tree of parameters, or of what an optimizer keeps for them; without
         `placed`, of a tree whose layers `Stages.place` has not placed.
         """
@@ -133,17 +132,17 @@ class Layout:
         """Whether a leaf belongs to layers that stages share out."""
         return self.stages > 1 and of_layers(path)
 
-    def shardings(self, tree: Tree, placed: bool = True) -> Tree:
+    def shardings(self, tree: PyTree, placed: bool = True) -> PyTree:
         """A sharding for each leaf, as `specs`; on one device None."""
         if self.mesh is None:
             return None
         return jax.tree.map(functools.partial(NamedSharding, self.mesh), self.specs(tree, placed))
 
-    def put(self, tree: Tree) -> Tree:
+    def put(self, tree: PyTree) -> PyTree:
         """A tree of parameters or of an optimizer's state, laid out over the mesh. Every process passes the same."""
         return tree if self.mesh is None else jax.tree.map(_put, tree, self.shardings(tree))
 
-    def create(self, make: Callable[..., Tree], *args: Tree) -> Tree:
+    def create(self, make: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """What `make(*args)` gives, laid out over the mesh: no device has the whole. It takes the memory of `args`."""
         if self.mesh is None:
             return make(*args)
@@ -168,7 +167,7 @@ class Layout:
             return 0, 1
         return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
 
-    def put_batch(self, batch: Tree) -> Tree:
+    def put_batch(self, batch: PyTree) -> PyTree:
         """Arrays `[rows, ...]` split over the devices: this process's part of the rows, as `reader` says."""
         if self.mesh is None:
             return batch
@@ -244,7 +243,7 @@ def over_all_devices(config: TrainConfig, devices: int) -> TrainConfig:
 
 def make_layout(
     section: MeshSection,
-    params: Tree,
+    params: PyTree,
     names: Mapping[str, Names],
     batch_size: int,
     microbatches: int,
@@ -301,7 +300,7 @@ def make_layout(
 
 
 def _in_parts(
-    section: MeshSection, shapes: Mapping[str, list[tuple[int, ...]]], names: Mapping[str, Names], params: Tree
+    section: MeshSection, shapes: Mapping[str, list[tuple[int, ...]]], names: Mapping[str, Names], params: PyTree
 ) -> frozenset[str]:
     """The embedding table and the head where "fsdp" splits their features into whole lanes of a TPU; they are then used
     as they lie. Narrower parts would be filled up to a lane, stages have both whole, and quantized ones are read whole.

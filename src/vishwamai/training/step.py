@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 from vishwamai.core.execute import by_platform
+from vishwamai.core.types import PyTree
 from vishwamai.models import Decoder
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import ModelConfig
@@ -28,8 +29,6 @@ from vishwamai.training.packing import IGNORED, REFERENCE
 from vishwamai.training.preferences import answer_logprobs, preference_loss
 from vishwamai.training.remat import checkpointed
 from vishwamai.training.sharding import Layout
-
-Tree = Any
 
 
 class LossScale(NamedTuple):
@@ -75,9 +74,9 @@ class TrainState:
     """
 
     step: Any
-    params: Tree
-    optimizer: Tree
-    average: Tree
+    params: PyTree
+    optimizer: PyTree
+    average: PyTree
     skips: Any
     skipped: Any
     loss_scale: LossScale | None = None
@@ -92,8 +91,8 @@ Optimizer = optax.GradientTransformation | FP8Optimizer
 
 
 def update_rule(
-    config: TrainConfig, params: Tree, ranks: Mapping[str, int], axes: tuple[str, ...] = ()
-) -> tuple[Optimizer, Callable[[Tree], Tree] | None]:
+    config: TrainConfig, params: PyTree, ranks: Mapping[str, int], axes: tuple[str, ...] = ()
+) -> tuple[Optimizer, Callable[[PyTree], PyTree] | None]:
     """The update rule of a configuration, and what `model_loss` takes as `attach`.
 
     Args:
@@ -110,7 +109,7 @@ def update_rule(
 
 
 def initial_state(
-    params: Tree, optimizer: Optimizer, average: bool = False, loss_scale: float | None = None
+    params: PyTree, optimizer: Optimizer, average: bool = False, loss_scale: float | None = None
 ) -> TrainState:
     """The state before the first step.
 
@@ -129,11 +128,11 @@ def initial_state(
 
 def model_loss(
     graph: nnx.GraphDef[Any],
-    rest: Tree,
+    rest: PyTree,
     section: LossSection | None = None,
     policy: Any = None,
-    gather: Callable[[Tree], Tree] | None = None,
-    attach: Callable[[Tree], Tree] | None = None,
+    gather: Callable[[PyTree], PyTree] | None = None,
+    attach: Callable[[PyTree], PyTree] | None = None,
     axes: MeshAxes = ONE_DEVICE,
     beta: float = 0.1,
 ) -> Loss:
@@ -158,7 +157,7 @@ def model_loss(
 
     section = LossSection() if section is None else section
 
-    def loss(params: Tree, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def loss(params: PyTree, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         model, hidden, loads = run_model(graph, rest, params, batch, policy, gather, attach, axes)
         hidden, head = head_operands(model.config, model.top_arrays(), hidden, axes)
         total, sums = head_loss(model.config, section, beta, hidden, head, batch, axes)
@@ -207,12 +206,12 @@ def token_loss(
 
 def run_model(
     graph: nnx.GraphDef[Any],
-    rest: Tree,
-    params: Tree,
+    rest: PyTree,
+    params: PyTree,
     batch: dict[str, Any],
     policy: Any = None,
-    gather: Callable[[Tree], Tree] | None = None,
-    attach: Callable[[Tree], Tree] | None = None,
+    gather: Callable[[PyTree], PyTree] | None = None,
+    attach: Callable[[PyTree], PyTree] | None = None,
     axes: MeshAxes = ONE_DEVICE,
 ) -> tuple[Decoder, Any, tuple[ExpertLoad | None, ...]]:
     """The model of these parameters, its hidden states of a batch, and the load of its experts; the arguments are those
@@ -241,7 +240,7 @@ def _mean_losses(loads: dict[str, ExpertLoad]) -> tuple[Any, Any]:
     return jnp.mean(balance), jnp.mean(z)
 
 
-def moved_corrections(params: Tree, counts: dict[str, Any], rate: float) -> Tree:
+def moved_corrections(params: PyTree, counts: dict[str, Any], rate: float) -> PyTree:
     """The parameters with each router's correction moved by `rate`: up for experts that got less than the mean, down
     for those that got more. DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.1.2.
 
@@ -270,15 +269,15 @@ def loss_count(batch: dict[str, Any], axes: MeshAxes = ONE_DEVICE) -> Any:
 
 def accumulated(
     loss: Loss,
-    params: Tree,
+    params: PyTree,
     batch: dict[str, Any],
     scale: Any,
     *,
     microbatches: int,
-    summed: Callable[[Tree], Tree] = lambda gradients: gradients,
-    places: Callable[[Tree], tuple[Tree, Callable[[Tree], Tree]]] = lambda params: (params, lambda of: of),
-    **frozen: Tree,
-) -> tuple[Tree, Tree]:
+    summed: Callable[[PyTree], PyTree] = lambda gradients: gradients,
+    places: Callable[[PyTree], tuple[PyTree, Callable[[PyTree], PyTree]]] = lambda params: (params, lambda of: of),
+    **frozen: PyTree,
+) -> tuple[PyTree, PyTree]:
     """Gradients of `scale * loss`, and the sums that `loss` reports, over equal parts of the batch in turn.
 
     Args:
@@ -288,8 +287,8 @@ def accumulated(
     """
     of, joined = places(params)
 
-    def part(batch: dict[str, Any]) -> tuple[Tree, Tree]:
-        def scaled(of: Tree) -> tuple[Any, Any]:
+    def part(batch: dict[str, Any]) -> tuple[PyTree, PyTree]:
+        def scaled(of: PyTree) -> tuple[Any, Any]:
             total, sums = loss(joined(of), batch, **frozen)
             return total * scale, sums
 
@@ -304,7 +303,7 @@ def accumulated(
         # path[0] is 0 for the gradients, path[1] their first name.
         return jnp.maximum(total, part) if path[1] == jax.tree_util.DictKey(SCALES) else total + part
 
-    def add(total: Tree, microbatch: dict[str, Any]) -> tuple[Tree, None]:
+    def add(total: PyTree, microbatch: dict[str, Any]) -> tuple[PyTree, None]:
         gradients, sums = part(microbatch)
         return jax.tree_util.tree_map_with_path(join, total, (summed(gradients), sums)), None
 
@@ -315,15 +314,15 @@ def accumulated(
 
 def updated(
     optimizer: Optimizer,
-    gradients: Tree,
-    largest: Tree,
-    params: Tree,
-    state: Tree,
+    gradients: PyTree,
+    largest: PyTree,
+    params: PyTree,
+    state: PyTree,
     clip: Any,
     good: Any,
     layout: Layout,
     key: Any = None,
-) -> tuple[Tree, Tree]:
+) -> tuple[PyTree, PyTree]:
     """Parameters and the optimizer's state after a step; both as they were where it is not `good`.
 
     Args:
@@ -337,10 +336,10 @@ def updated(
     """
     rule = optimizer if isinstance(optimizer, FP8Optimizer) else optax.with_extra_args_support(optimizer)
 
-    def by_xla(gradients: Tree, params: Tree, state: Tree, factor: Any, good: Any) -> tuple[Tree, Tree]:
+    def by_xla(gradients: PyTree, params: PyTree, state: PyTree, factor: Any, good: Any) -> tuple[PyTree, PyTree]:
         if clip is not None:
             gradients = jax.tree.map(lambda g: g * factor, gradients)
-        gradients_and_scales: Tree = gradients | largest if largest else gradients
+        gradients_and_scales: PyTree = gradients | largest if largest else gradients
         updates, after = rule.update(gradients_and_scales, state, params, good=good)
         return kept_where(good, (apply_updates(params, updates, key), after), (params, state))
 
@@ -359,8 +358,8 @@ def train_step(
     optimizer: Optimizer,
     config: TrainConfig,
     layout: Layout | None = None,
-    accumulate: Callable[..., tuple[Tree, Tree]] | None = None,
-    frozen: Tree = None,
+    accumulate: Callable[..., tuple[PyTree, PyTree]] | None = None,
+    frozen: PyTree = None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One step: gradients over the microbatches, clipping, the guard, the update, the average.
 
@@ -390,7 +389,7 @@ def train_step(
     if isinstance(optimizer, FP8Optimizer):
         trained = optimizer.with_scales(trained, state.optimizer)
 
-    def compute(params: Tree, batch: Tree, scale: Any, **frozen: Tree) -> tuple[Tree, Tree]:
+    def compute(params: PyTree, batch: PyTree, scale: Any, **frozen: PyTree) -> tuple[PyTree, PyTree]:
         return over_parts(loss, params, batch, scale, microbatches=config.microbatches, **frozen)
 
     of_all = over_devices(layout, compute, trained, frozen=frozen)

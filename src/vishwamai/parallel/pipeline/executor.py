@@ -14,13 +14,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.core.arguments import check_callable, checked, described
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.types import PyTree
 from vishwamai.parallel.in_order import among_processes
 from vishwamai.parallel.pipeline.actions import Schedule
 from vishwamai.parallel.pipeline.check import num_microbatches
 from vishwamai.parallel.pipeline.stage import Ends, run_stage
 from vishwamai.parallel.pipeline.ticks import Ticks, ticks_of
-
-Tree = Any
 
 
 @checked
@@ -122,7 +121,9 @@ def pipelined_loss(
     shards = math.prod(sizes[name] for name in batch_axes)
     microbatches = num_microbatches(schedules)
 
-    def compute(params: Tree, loss_params: Tree, inputs: Any, targets: Tree) -> tuple[Any, tuple[Tree, Tree, Any]]:
+    def compute(
+        params: PyTree, loss_params: PyTree, inputs: Any, targets: PyTree
+    ) -> tuple[Any, tuple[PyTree, PyTree, Any]]:
         _check(params, inputs, targets, len(schedules), microbatches, shards)
         stage_specs = jax.tree.map(lambda _: PartitionSpec(), params) if param_specs is None else param_specs
         stage_specs = jax.tree.map(
@@ -151,10 +152,10 @@ def pipelined_loss(
         return value, (of_params, of_loss, of_inputs.reshape(inputs.shape))
 
     @jax.custom_vjp
-    def f(params: Tree, loss_params: Tree, inputs: Any, targets: Tree) -> Any:
+    def f(params: PyTree, loss_params: PyTree, inputs: Any, targets: PyTree) -> Any:
         return compute(params, loss_params, inputs, targets)[0]
 
-    def backward(gradients: tuple[Tree, Tree, Any], ct: Any) -> tuple[Tree, Tree, Any, None]:
+    def backward(gradients: tuple[PyTree, PyTree, Any], ct: Any) -> tuple[PyTree, PyTree, Any, None]:
         scaled = jax.tree.map(lambda g: (g * ct).astype(g.dtype), gradients)
         return (*scaled, None)
 
@@ -176,7 +177,7 @@ def _cut(microbatches: int, x: Any) -> Any:
     return jnp.reshape(x, (microbatches, -1, *jnp.shape(x)[1:]))
 
 
-def _check(params: Tree, inputs: Any, targets: Tree, stages: int, microbatches: int, shards: int) -> None:
+def _check(params: PyTree, inputs: Any, targets: PyTree, stages: int, microbatches: int, shards: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if jnp.ndim(leaf) < 2 or leaf.shape[0] != stages:
             raise ShapeError(
@@ -203,18 +204,18 @@ def _run(
     axis: str,
     batch_axes: tuple[str, ...],
     shards: int,
-    specs: Tree,
-    params: Tree,
-    loss_params: Tree,
+    specs: PyTree,
+    params: PyTree,
+    loss_params: PyTree,
     inputs: Any,
-    targets: Tree,
+    targets: PyTree,
     table: Any,
-) -> tuple[Any, Tree, Tree, Any]:
+) -> tuple[Any, PyTree, PyTree, Any]:
     """One stage's share. `inputs` and `targets` are `[microbatches, rows, ...]`, `table` `[ticks, 1, columns]`."""
     params = jax.tree.map(lambda x: x[0], params)  # [chunks, ...]
     microbatches = inputs.shape[0]
 
-    def mean(loss_params: Tree, y: Any, m: Any) -> tuple[Any, Any]:
+    def mean(loss_params: PyTree, y: Any, m: Any) -> tuple[Any, Any]:
         value = loss(loss_params, y, jax.tree.map(lambda x: x[m], targets)) / (microbatches * shards)
         return value, value
 

@@ -16,9 +16,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from vishwamai.core.arguments import described
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.types import PyTree
 from vishwamai.parallel.equations import evaluate
-
-Tree = Any
 
 
 class SplitPart(NamedTuple):
@@ -40,7 +39,7 @@ class SplitPart(NamedTuple):
     between: list[Any]
 
 
-def split_part(part: Callable[..., Any], params: Tree, x: Any, *extras: Tree, sees: bool = False) -> SplitPart:
+def split_part(part: Callable[..., Any], params: PyTree, x: Any, *extras: PyTree, sees: bool = False) -> SplitPart:
     """Traces `y = part(params, x, *extras)` and takes its backward pass apart.
 
     Args:
@@ -64,7 +63,7 @@ def split_part(part: Callable[..., Any], params: Tree, x: Any, *extras: Tree, se
             raise ShapeError(f"pipeline: a parameter or an input is {described(leaf)}; pass floating arrays.")
     pulled: Any = None
 
-    def with_residuals(params: Tree, x: Any, *extras: Tree) -> tuple[Any, Tree]:
+    def with_residuals(params: PyTree, x: Any, *extras: PyTree) -> tuple[Any, PyTree]:
         return part(params, x, *extras) if sees else (part(params, x, *extras), ())
 
     def run(leaves: list[Any], x: Any, extras: Any) -> tuple[Any, list[Any], list[Any]]:
@@ -112,23 +111,27 @@ def split_part(part: Callable[..., Any], params: Tree, x: Any, *extras: Tree, se
     run_first = _function(back, [*in_residuals, in_dy], [out_x, *between], first)
     run_second = _function(back, [*in_residuals, *between], out_params, second)
 
-    def parameter_gradients(params: Tree, residual_values: Sequence[Any], extras: tuple[Tree, ...]) -> list[Any]:
+    def parameter_gradients(params: PyTree, residual_values: Sequence[Any], extras: tuple[PyTree, ...]) -> list[Any]:
         values_of = dict(zip(saved, residual_values, strict=True))
         values = [None if isinstance(v, Literal) else values_of.get(v) for v in residuals]
         for i, value in zip(of_params, run_params(*jax.tree.leaves((params, extras))), strict=True):
             values[i] = value
         return values
 
-    def run_part(params: Tree, x: Any, *extras: Tree) -> tuple[Any, list[Any]]:
+    def run_part(params: PyTree, x: Any, *extras: PyTree) -> tuple[Any, list[Any]]:
         y, *outputs = run_forward(*jax.tree.leaves(params), x, *jax.tree.leaves(extras))
         seen = jax.tree.unflatten(seen_tree, outputs[: ends - 1])
         return (y, seen) if sees else y, outputs[ends - 1 :]
 
-    def input_gradient(params: Tree, residual_values: Sequence[Any], dy: Any, *extras: Tree) -> tuple[Any, list[Any]]:
+    def input_gradient(
+        params: PyTree, residual_values: Sequence[Any], dy: Any, *extras: PyTree
+    ) -> tuple[Any, list[Any]]:
         dx, *values = run_first(*parameter_gradients(params, residual_values, extras), dy)
         return dx, values
 
-    def weight_gradient(params: Tree, residual_values: Sequence[Any], values: Sequence[Any], *extras: Tree) -> Tree:
+    def weight_gradient(
+        params: PyTree, residual_values: Sequence[Any], values: Sequence[Any], *extras: PyTree
+    ) -> PyTree:
         return jax.tree.unflatten(tree, run_second(*parameter_gradients(params, residual_values, extras), *values))
 
     return SplitPart(run_part, input_gradient, weight_gradient, [v.aval for v in saved], [v.aval for v in between])

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core.types import PyTree
 from vishwamai.parallel.pipeline.split import split_part
 from vishwamai.parallel.pipeline.ticks import COLUMNS, Ticks
-
-Tree = Any
 
 
 class Ends(NamedTuple):
@@ -32,10 +31,10 @@ class Ends(NamedTuple):
     """
 
     enter: Callable[[Any], Any]
-    gradients: Tree
-    left: Callable[[Tree, Any, Any], Tree]
-    params: Tree
-    loss: Callable[[Tree, Any, Any], tuple[Any, Tree]]
+    gradients: PyTree
+    left: Callable[[PyTree, Any, Any], PyTree]
+    params: PyTree
+    loss: Callable[[PyTree, Any, Any], tuple[Any, PyTree]]
 
 
 class Found(NamedTuple):
@@ -49,14 +48,14 @@ class Found(NamedTuple):
       seen: values that the parts have seen, each leaf `[chunks, ...]`, added up over the microbatches.
     """
 
-    sums: Tree
-    params: Tree
-    ends: Tree
-    entry: Tree
-    seen: Tree
+    sums: PyTree
+    params: PyTree
+    ends: PyTree
+    entry: PyTree
+    seen: PyTree
 
 
-def zeros_like(tree: Tree) -> Tree:
+def zeros_like(tree: PyTree) -> PyTree:
     """Where gradients add up: zeros in float32 at least."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), tree)
 
@@ -87,13 +86,13 @@ def run_stage(
     ends: Ends,
     ticks: Ticks,
     axis: str,
-    params: Tree,
+    params: PyTree,
     table: Any,
-    extras: Tree = (),
+    extras: PyTree = (),
     gradients: bool = True,
     sees: bool = False,
-    largest: Tree = None,
-    frozen: Tree = (),
+    largest: PyTree = None,
+    frozen: PyTree = (),
 ) -> Found:
     """A stage's share of a schedule.
 
@@ -134,17 +133,17 @@ def run_stage(
         "seen": jax.tree.map(lambda x: jnp.zeros((chunks, *x.shape), x.dtype), seen),
     }
 
-    def local_rows(row: dict[str, Any]) -> Tree:
+    def local_rows(row: dict[str, Any]) -> PyTree:
         return jax.tree.map(lambda x: x[row["chunk"]], params)
 
-    def also(row: dict[str, Any]) -> tuple[Tree, Tree]:
+    def also(row: dict[str, Any]) -> tuple[PyTree, PyTree]:
         of_part = jax.tree.map(lambda x: x[row["chunk"]], frozen)
         return jax.tree.map(lambda x: x[row["microbatch"]], extras), of_part
 
     def write(buffers: list[Any], slot: Any, values: Sequence[Any]) -> list[Any]:
         return [buffer.at[slot].set(value) for buffer, value in zip(buffers, values, strict=True)]
 
-    def added(total: Tree, more: Tree) -> Tree:
+    def added(total: PyTree, more: PyTree) -> PyTree:
         return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, more)
 
     def idle(state: dict, row: dict) -> dict:

@@ -24,6 +24,7 @@ from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import FallbackWarning
 from vishwamai.core.figures import Estimate
 from vishwamai.core.target import Target
+from vishwamai.core.types import PyTree
 from vishwamai.models import ModelConfig
 from vishwamai.models.pages import states_of
 from vishwamai.ops.loss.gathered import PIECE_BYTES
@@ -42,7 +43,6 @@ from vishwamai.training.program import TrainingStep, training_step
 from vishwamai.training.sharding import Layout, batch_specs, make_layout, row_parts
 from vishwamai.training.slices import TPU, on_slice
 
-Tree = Any
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "kv", "states", "temporaries")
 """What memory is used for; a breakdown has all of them."""
 
@@ -283,7 +283,7 @@ def _layout(key: _Key, mesh: MeshSection) -> _Local:
     return _Local(split, sum(_split(layout, step.state).values()), frozen, bool(layout.in_parts), embedding)
 
 
-def _split(layout: Layout, tree: Tree) -> dict[tuple[str, ...], float]:
+def _split(layout: Layout, tree: PyTree) -> dict[tuple[str, ...], float]:
     """Bytes of one device's part of a tree, by the mesh axes that split them."""
     if layout.mesh is None:
         return {(): size(tree)}

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from vishwamai.core.types import PyTree
 from vishwamai.models import ModelConfig
 from vishwamai.training.sharding import check_units
-
-Tree = Any
 
 _MOVES = ("reshape", "transpose", "name", "squeeze", "expand_dims", "copy", "broadcast_in_dim")
 """Primitives whose result holds the numbers of their operand: the compiler keeps one of the two."""
@@ -29,9 +28,9 @@ _FUSED = frozenset(
 
 def residual_bytes(
     fn: Callable[..., Any],
-    argument: Tree,
-    *rest: Tree,
-    over: tuple[AbstractMesh, tuple[Tree, ...]] | None = None,
+    argument: PyTree,
+    *rest: PyTree,
+    over: tuple[AbstractMesh, tuple[PyTree, ...]] | None = None,
     fused: bool = False,
 ) -> int:
     """Bytes that the gradient of `fn(argument, *rest)` by `argument` keeps between its passes on the device, arguments
@@ -51,7 +50,7 @@ def residual_bytes(
     32
     """
 
-    def forward(argument: Tree, *rest: Tree) -> list[Any]:
+    def forward(argument: PyTree, *rest: PyTree) -> list[Any]:
         return jax.tree.leaves(jax.vjp(lambda argument: fn(argument, *rest), argument)[1])
 
     if over is None:

@@ -7,11 +7,12 @@ reads. A slot's bytes are those of the types that the executor takes apart (`tra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from vishwamai.core.types import PyTree
 from vishwamai.models import ModelConfig
 from vishwamai.parallel.pipeline.actions import INPUT_GRADIENT, WEIGHT_GRADIENT
 from vishwamai.parallel.pipeline.ticks import COLUMNS, NUMBER
@@ -23,8 +24,6 @@ from vishwamai.training.pipeline.loss import split_of
 from vishwamai.training.pipeline.stages import cut
 from vishwamai.training.program import TrainingStep
 from vishwamai.training.sharding import Layout, batch_specs
-
-Tree = Any
 
 
 class Slot(NamedTuple):
@@ -50,7 +49,7 @@ def slot_of(step: TrainingStep, layout: Layout, rows: int) -> Slot:
         params = jax.eval_shape(update.with_scales, params, step.state.optimizer)
     slots: list[Slot] = []
 
-    def local(params: Tree, batch: Tree, frozen: Tree) -> tuple[()]:
+    def local(params: PyTree, batch: PyTree, frozen: PyTree) -> tuple[()]:
         split = split_of(loss, params, batch, frozen)
         slots.append(Slot(size(split.residuals), size(split.between)))
         return ()

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import final_norm
 from vishwamai.models.config import ModelConfig
@@ -35,8 +36,6 @@ from vishwamai.training.preferences import answer_logprobs
 from vishwamai.training.remat import layer_wrapper
 from vishwamai.training.sharding import PIPELINE
 from vishwamai.training.step import EXPERT_COUNTS, head_loss
-
-Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,18 +60,18 @@ class PipelinedLoss:
     dtype: Any
     section: LossSection
     policy: Any = None
-    gather: Callable[[Tree], Tree] | None = None
+    gather: Callable[[PyTree], PyTree] | None = None
     axes: MeshAxes = ONE_DEVICE
-    attach: Callable[[Tree], Tree] | None = None
+    attach: Callable[[PyTree], PyTree] | None = None
     ends: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    adapt: Callable[[Tree, Tree], Tree] | None = None
+    adapt: Callable[[PyTree, PyTree], PyTree] | None = None
     beta: float = 0.1
 
-    def gathered_ends(self, params: Tree) -> Tree:
+    def gathered_ends(self, params: PyTree) -> PyTree:
         """Parameters outside of the layers."""
         return params if self.gather is None else self.gather(params)
 
-    def embed(self, params: Tree, tokens: Any) -> Any:
+    def embed(self, params: PyTree, tokens: Any) -> Any:
         """The input of the first part."""
         config = self.config
         if config.learned_positions or config.embedding_norm or config.layer_embedding:
@@ -87,7 +86,7 @@ class PipelinedLoss:
             )
         return embedded(config, self.gathered_ends(params), tokens, self.dtype, self.axes)
 
-    def part(self, layers: Tree, x: Any, batch: dict[str, Any], frozen: Tree) -> tuple[Any, dict[str, Any]]:
+    def part(self, layers: PyTree, x: Any, batch: dict[str, Any], frozen: PyTree) -> tuple[Any, dict[str, Any]]:
         """One part: its layers, by place in the period, have a leading axis for the periods.
 
         Args:
@@ -127,17 +126,17 @@ class PipelinedLoss:
         sums = {"load_balance": batch["number"] * balance, "router_z": batch["number"] * z, EXPERT_COUNTS: counts}
         return y, jax.lax.stop_gradient(sums)
 
-    def loss(self, params: Tree, y: Any, batch: dict[str, Any]) -> tuple[Any, Tree]:
+    def loss(self, params: PyTree, y: Any, batch: dict[str, Any]) -> tuple[Any, PyTree]:
         """The loss of the last part's output, and its sums."""
         hidden, head = self._end(params, y)
         return head_loss(self.config, self.section, self.beta, hidden, head, batch, self.axes)
 
-    def logprobs(self, params: Tree, y: Any, batch: dict[str, Any]) -> Any:
+    def logprobs(self, params: PyTree, y: Any, batch: dict[str, Any]) -> Any:
         """The log-probabilities of answers, of the last part's output."""
         hidden, head = self._end(params, y)
         return answer_logprobs(self.config, head, hidden, batch, self.axes)
 
-    def _end(self, params: Tree, y: Any) -> tuple[Any, Any]:
+    def _end(self, params: PyTree, y: Any) -> tuple[Any, Any]:
         """The hidden states after the last norm, and the head."""
         params = self.gathered_ends(params)
         return head_operands(self.config, params, final_norm(self.config, params, y), self.axes)
@@ -158,14 +157,14 @@ with_loss.defvjp(lambda y, loss, weight: (y, weight), _with_loss_backward)
 
 def pipelined(
     loss: PipelinedLoss,
-    params: Tree,
+    params: PyTree,
     batch: dict[str, Any],
     scale: Any,
     *,
     microbatches: int,
     gradients: bool = True,
-    frozen: Tree = None,
-) -> tuple[Tree, Tree]:
+    frozen: PyTree = None,
+) -> tuple[PyTree, PyTree]:
     """Inside `over_devices`: gradients of `scale * loss` and the sums of the loss, over the microbatches of the
     schedule.
 
@@ -187,7 +186,7 @@ def pipelined(
     of_experts = {} if REFERENCE in batch else {"number": number, "weight": number * scale}
     params = params if loss.attach is None else loss.attach(params)
 
-    def scaled(p: Tree, y: Any, m: Any) -> tuple[Any, Tree]:
+    def scaled(p: PyTree, y: Any, m: Any) -> tuple[Any, PyTree]:
         total, sums = loss.loss(p, y, _microbatch(parts, m))
         return total * scale, sums
 
@@ -212,7 +211,7 @@ def pipelined(
     return detach(grown), sums
 
 
-def pipelined_logprobs(loss: PipelinedLoss, params: Tree, batch: dict[str, Any], *, microbatches: int) -> Any:
+def pipelined_logprobs(loss: PipelinedLoss, params: PyTree, batch: dict[str, Any], *, microbatches: int) -> Any:
     """Inside `by_row`: the log-probabilities of this device's pairs, `preferences.answer_logprobs`.
 
     Args:
@@ -227,7 +226,7 @@ def pipelined_logprobs(loss: PipelinedLoss, params: Tree, batch: dict[str, Any],
     parts = _parts(batch, microbatches)
     empty = jnp.zeros((*parts["tokens"].shape[:2], 2), jnp.float32)
 
-    def placed(p: Tree, y: Any, m: Any) -> tuple[Any, Any]:
+    def placed(p: PyTree, y: Any, m: Any) -> tuple[Any, Any]:
         return jnp.float32(0), empty.at[m].set(loss.logprobs(p, y, _microbatch(parts, m)))
 
     results = _through(loss, params, None, parts, placed, gradients=False)
@@ -242,7 +241,7 @@ def _microbatch(parts: dict[str, Any], m: Any) -> dict[str, Any]:
     return jax.tree.map(lambda x: x[m], parts)
 
 
-def _of_chunks(stages: Stages, params: Tree, frozen: Tree) -> tuple[Tree, Tree]:
+def _of_chunks(stages: Stages, params: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
     """What is trained of a stage's layers, and what is frozen below it, arrays `[chunks, periods, ...]`."""
     trees = (params[LAYERS], ()) if frozen is None else (params, frozen[LAYERS])
     return jax.tree.map(lambda x: x.reshape(stages.chunks, stages.periods, *x.shape[1:]), trees)
@@ -253,7 +252,7 @@ def _layer_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in batch.items() if name not in ("tokens", "labels", REFERENCE)}
 
 
-def split_of(loss: PipelinedLoss, params: Tree, batch: dict[str, Any], frozen: Tree = None) -> SplitPart:
+def split_of(loss: PipelinedLoss, params: PyTree, batch: dict[str, Any], frozen: PyTree = None) -> SplitPart:
     """Inside `over_devices`: a part of this device as its stage runs it, for the gradients of a microbatch.
 
     Args:
@@ -269,10 +268,10 @@ def split_of(loss: PipelinedLoss, params: Tree, batch: dict[str, Any], frozen: T
 
 def _through(
     loss: PipelinedLoss,
-    params: Tree,
-    frozen: Tree,
+    params: PyTree,
+    frozen: PyTree,
     parts: dict[str, Any],
-    end: Callable[[Tree, Any, Any], tuple[Any, Tree]],
+    end: Callable[[PyTree, Any, Any], tuple[Any, PyTree]],
     gradients: bool,
 ) -> Found:
     """A stage's share of a batch.
@@ -295,7 +294,7 @@ def _through(
     if not loss.config.tie_embeddings:
         del last["embed"]
 
-    def left(total: Tree, m: Any, dx: Any) -> Tree:
+    def left(total: PyTree, m: Any, dx: Any) -> PyTree:
         _, pull = jax.vjp(lambda p: loss.embed(p, tokens[m]), first)
         return jax.tree.map(lambda entry, g: entry + g.astype(entry.dtype), total, pull(dx)[0])
 

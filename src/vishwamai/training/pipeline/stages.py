@@ -18,6 +18,7 @@ import numpy as np
 
 from vishwamai.core.errors import ConfigError, ScheduleError, UnsupportedError
 from vishwamai.core.numbers import divisors
+from vishwamai.core.types import PyTree
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.layers.layer import LayerKind
 from vishwamai.models.periods import Segment, segments
@@ -27,8 +28,6 @@ from vishwamai.training.config import PipelineSection, TrainConfig
 from vishwamai.training.optimizers import groups
 from vishwamai.training.parameter_names import LAYERS, in_layers
 from vishwamai.training.sharding import Layout
-
-Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +68,11 @@ class Stages:
         """Whether the stages hold the usual form."""
         return self.stacked and self.order == tuple(range(self.repeats))
 
-    def place(self, tree: Tree) -> Tree:
+    def place(self, tree: PyTree) -> PyTree:
         """A tree of parameters, or of what an optimizer keeps for them, with the layers as the stages hold them."""
         order = self.order
 
-        def placed(layers: dict[Any, Tree]) -> dict[Any, Tree]:
+        def placed(layers: dict[Any, PyTree]) -> dict[Any, PyTree]:
             if self.stacked:
                 return jax.tree.map(lambda x: x[np.array(order)], layers)
             places = range(len(self.kinds))
@@ -82,11 +81,11 @@ class Stages:
 
         return tree if self.unchanged else _of_layers(tree, placed)
 
-    def unplace(self, tree: Tree) -> Tree:
+    def unplace(self, tree: PyTree) -> PyTree:
         """The tree that `place` placed, in the form of checkpoints."""
         back = [int(i) for i in np.argsort(self.order)]
 
-        def separate(layers: dict[Any, Tree]) -> dict[Any, Tree]:
+        def separate(layers: dict[Any, PyTree]) -> dict[Any, PyTree]:
             if self.stacked:
                 return jax.tree.map(lambda x: x[np.array(back)], layers)
             return {
@@ -98,7 +97,7 @@ class Stages:
         return tree if self.unchanged else _of_layers(tree, separate)
 
 
-def _of_layers(tree: Tree, change: Callable[[dict[Any, Tree]], dict[Any, Tree]]) -> Tree:
+def _of_layers(tree: PyTree, change: Callable[[dict[Any, PyTree]], dict[Any, PyTree]]) -> PyTree:
     """A tree in which every dictionary's entry `LAYERS` is changed, and every dictionary by the paths of its leaves."""
 
     def has_layers(node: Any) -> bool:
@@ -109,7 +108,7 @@ def _of_layers(tree: Tree, change: Callable[[dict[Any, Tree]], dict[Any, Tree]])
             return node
         if LAYERS in node:
             return node | {LAYERS: change(node[LAYERS])}
-        layers: dict[Any, dict[str, Tree]] = {}
+        layers: dict[Any, dict[str, PyTree]] = {}
         for key, leaf in node.items():
             _, number, name = key.split("/", 2)
             layers.setdefault(int(number), {})[name] = leaf
@@ -118,7 +117,7 @@ def _of_layers(tree: Tree, change: Callable[[dict[Any, Tree]], dict[Any, Tree]])
     return jax.tree.map(change_node, tree, is_leaf=has_layers)
 
 
-def rearrange(stages: Stages | None, tree: Tree, layout: Layout, *, placed: bool) -> Tree:
+def rearrange(stages: Stages | None, tree: PyTree, layout: Layout, *, placed: bool) -> PyTree:
     """A tree on the mesh, laid out: `Stages.place` of it if `placed`, otherwise `Stages.unplace`."""
     if stages is None or stages.unchanged:
         return tree
@@ -127,7 +126,7 @@ def rearrange(stages: Stages | None, tree: Tree, layout: Layout, *, placed: bool
 
 
 def make_stages(
-    config: TrainConfig, model: ModelConfig, params: Tree, ranks: Mapping[str, int], stacked: bool
+    config: TrainConfig, model: ModelConfig, params: PyTree, ranks: Mapping[str, int], stacked: bool
 ) -> Stages | None:
     """The stages of a configuration; None without `mesh.pipeline`.
 
@@ -189,7 +188,7 @@ def _cut(
     return run, tuple(schedules), ticks
 
 
-def _check_optimizer(config: TrainConfig, stages: Stages, params: Tree, ranks: Mapping[str, int]) -> None:
+def _check_optimizer(config: TrainConfig, stages: Stages, params: PyTree, ranks: Mapping[str, int]) -> None:
     """What sees a stack of layers otherwise than the layers."""
     section = config.optimizer
     for name, value in (("name", "adafactor"), ("moment_dtype", "int8")):
