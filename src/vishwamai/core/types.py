@@ -11,12 +11,12 @@ from jax.typing import DTypeLike
 __all__ = ["AnyArray", "DTypeLike", "PyTree", "Ref"]
 
 AnyArray = Any
-"""An array of JAX or NumPy, or a tensor of torch: formulas and GPU kernels that serve both frameworks use what they have
-in common (`core.arrays`). No type states that: jax.numpy accepts no protocol.
+"""An array of JAX or NumPy, or a tensor of torch: formulas and GPU kernels that serve both frameworks use what these
+have in common (`core.arrays`). No type states that: jax.numpy accepts no protocol.
 """
 PyTree = Any
-"""Nested dicts, lists and tuples whose leaves are arrays, as `jax.tree.map` takes them. Registered classes are nodes, too,
-so no type of Python states it.
+"""Nested dicts, lists and tuples whose leaves are arrays, as `jax.tree.map` takes them. Registered classes are nodes,
+too, so no type of Python states it.
 """
 
 
