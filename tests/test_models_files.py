@@ -145,7 +145,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "`weight_map` has '../a'",
     ),
     "unknown key": (configuration(attention_chunk=4), "config.json: `attention_chunk` = 4 is not known for llama"),
-    "unknown family": (configuration(model_type="mamba"), "`model_type` is 'mamba'; the decoder computes "),
+    "unknown family": (configuration(model_type="xlstm"), "`model_type` is 'xlstm'; the decoder computes "),
     "unknown value": (configuration(pretraining_tp=2), "`pretraining_tp` is 2; the decoder computes llama with 1 only"),
     "unknown activation": (configuration(hidden_act="mish"), "`hidden_act` is 'mish'; the decoder has silu"),
     "unknown rotation": (configuration(rope_parameters={"rope_type": "spiral"}), "rope_type 'spiral'"),

@@ -134,10 +134,10 @@ def layer_wrapper(policy: Any, gather: Callable[[Any], Any] | None) -> Callable[
         def gathered(carry: Any, pages: Any, group: Any, index: Any) -> Any:
             return run(carry, pages, group if gather is None else gather(group), index)
 
-        def joined(carry: tuple[Any, Any], pages: Any, group: Any, index: Any) -> Any:
+        def joined(carry: tuple[Any, Any, Any], pages: Any, group: Any, index: Any) -> Any:
             """What is computed again starts from the sum of the carry: one array is kept of each layer, not two."""
-            stream, delta = carry
-            return gathered((checkpoint_name(stream + delta, _INPUT), None), pages, group, index)
+            stream, delta, memory = carry
+            return gathered((checkpoint_name(stream + delta, _INPUT), None, memory), pages, group, index)
 
         return gathered if policy is None else jax.checkpoint(joined, policy=policy)
 
