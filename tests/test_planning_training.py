@@ -538,10 +538,12 @@ def test_formulas_are_near_the_probe(remat):
     ],
     ids=["fp8-full", "fp8-none", "qlora", "lora-fsdp", "qlora-tensor", "dpo"],
 )
-def test_formulas_of_scales_adapters_and_pairs_are_near_the_probe(keys, target):
+def test_formulas_of_scales_adapters_and_pairs_are_near_the_probe(keys, target, tmp_path):
     wide = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 32000}
     wide |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
-    model = {"config": wide, "compute_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    start = {"start_from": str(tmp_path)} if keys.keys() & {"lora", "objective"} else {"config": wide}
+    model = start | {"compute_dtype": "bfloat16"}
     config = from_dict({"model": model, "data": {"sequence_length": 2048}, "batch_size": 8, **keys})
     (one,) = plan_training(config, target, verify=False).candidates
     assert one.probe is not None and one.analytic.value == pytest.approx(one.probe.value, rel=0.25)

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -330,7 +331,7 @@ def _decoding(arguments: argparse.Namespace, target: str, experts: bool, formula
         step = max(step, timed.step, key=lambda estimate: estimate.value)
     rate = arguments.batch / step.value
     lines.append(f"  {step.value * 1e3:.4g} ms a token, {rate:.0f} tokens/s for {arguments.batch} sequences")
-    lines.append(f"    {published_range(target, experts).describe(step, target)}; no serving step was compared")
+    lines += _wrapped(f"{published_range(target, experts).describe(step, target)}; no serving step was compared", 4)
     if arguments.price is not None:
         cost = cost_of_tokens(arguments.price, step, arguments.batch, 1 / chip.devices)
         lines.append(f"  {cost.value:.4g} USD per million tokens, at {arguments.price:g} USD a chip-hour")
@@ -379,7 +380,12 @@ def _timed(timed: Any, target: str) -> list[str]:
     """The time of a function, and how far such estimates were from published steps."""
     from vishwamai.planning.time.published import published_range
 
-    return [*str(timed).splitlines(), f"  {published_range(target, False).describe(timed.step, target)}"]
+    return [*str(timed).splitlines(), *_wrapped(published_range(target, False).describe(timed.step, target), 2)]
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """Lines of at most 80 columns."""
+    return textwrap.wrap(text, 80, initial_indent=" " * indent, subsequent_indent=" " * indent)
 
 
 def _largest(program: Any) -> list[Any]:
