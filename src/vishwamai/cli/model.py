@@ -112,24 +112,22 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
 
 def _milliseconds(text: str) -> float:
     """Seconds of a number of milliseconds."""
-    try:
-        seconds = float(text) / 1000
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of milliseconds above 0, such as 100")
-    return seconds
+    return _positive(text, "milliseconds", "100") / 1000
 
 
 def _gib(text: str) -> int:
     """Bytes of a number of GiB."""
+    return int(_positive(text, "GiB", "2 or 0.5") * 2**30)
+
+
+def _positive(text: str, unit: str, example: str) -> float:
     try:
-        size = float(text)
+        number = float(text)
     except ValueError:
-        size = 0.0
-    if not 0 < size < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0, such as 2 or 0.5")
-    return int(size * 2**30)
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above 0, such as {example}")
+    return number
 
 
 def fetch(path: Path, weights: bool = True) -> tuple[Path, str]:
