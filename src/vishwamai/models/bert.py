@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import vishwamai
-from vishwamai.models.encoder_tensors import Linear, Norm, TensorReader
+from vishwamai.models.encoder_tensors import Linear, Norm, TensorReader, check_known
 from vishwamai.models.shards import Stored, read_index
 from vishwamai.models.values import read_json
 
@@ -102,9 +102,7 @@ class BertConfig:
                 raise vishwamai.UnsupportedError(
                     f"{path}: `{name}` is {values[name]!r}; the encoder computes {expected!r} only."
                 )
-        unknown = sorted(values.keys() - sizes.keys() - _REQUIRED.keys() - _IGNORED)
-        if unknown:
-            raise vishwamai.UnsupportedError(f"{path}: `{unknown[0]}` is not a key that the encoder knows.")
+        check_known(values, {*sizes, *_REQUIRED, *_IGNORED}, path)
         for name, value in sizes.items():
             integer = name != "layer_norm_eps"
             if isinstance(value, bool) or not isinstance(value, int if integer else int | float) or value <= 0:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from vishwamai.core.errors import ShapeError
+import vishwamai
+from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.shards import Stored
 
 
@@ -21,6 +23,9 @@ class Norm(NamedTuple):
 class Linear(NamedTuple):
     weight: Any  # [in, out]
     bias: Any  # [out], or None
+
+    def __call__(self, x: Any) -> Any:  # [rows, in] to [rows, out]
+        return vishwamai.gemm(x, self.weight, bias=self.bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +72,17 @@ class TensorReader:
         weight = np.concatenate([self.array(f"{name}.weight", columns, rows) for name in names]).T
         offset = np.concatenate([self.array(f"{name}.bias", columns) for name in names]) if bias else None
         return Linear(jnp.asarray(weight, self.dtype), None if offset is None else jnp.asarray(offset, self.dtype))
+
+
+def check_known(values: Mapping[str, Any], keys: Iterable[str], path: Path) -> None:
+    """Declines a key of an encoder's `config.json` that is not among `keys`.
+
+    Raises:
+      UnsupportedError: the text names the file and the key.
+    """
+    unknown = sorted(values.keys() - set(keys))
+    if unknown:
+        raise UnsupportedError(f"{path}: `{unknown[0]}` is not a key that the encoder knows.")
 
 
 def stored_bytes(tensors: Mapping[str, Stored], itemsize: int) -> int:

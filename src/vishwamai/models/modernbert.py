@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import vishwamai
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.bert import Operations
-from vishwamai.models.encoder_tensors import Linear, Norm, TensorReader
+from vishwamai.models.encoder_tensors import Linear, Norm, TensorReader, check_known
 from vishwamai.models.shards import read_index
 from vishwamai.models.values import check_value, read_json
 
@@ -119,9 +119,7 @@ class ModernBertConfig:
         if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {*_KINDS}:
             raise ShapeError(f"{path}: `layer_types` is {kinds!r:.100}; expected {count} of {', '.join(_KINDS)}.")
         read = {*fields, "hidden_activation", "global_attn_every_n_layers", "layer_types", "rope_parameters"}
-        unknown = sorted(values.keys() - read - {*_IGNORED} - {"global_rope_theta", "local_rope_theta"})
-        if unknown:
-            raise UnsupportedError(f"{path}: `{unknown[0]}` is not a key that the encoder knows.")
+        check_known(values, {*read, *_IGNORED, "global_rope_theta", "local_rope_theta"}, path)
         return cls(**fields, layer_types=tuple(kinds), thetas=_thetas(values, path))
 
     def read(self, directory: Path, dtype: Any = jnp.float32) -> Parameters:
@@ -160,22 +158,18 @@ class ModernBertConfig:
         x = self._norm(parameters.words[tokens].reshape(batch * seq, -1), parameters.norm)
         for layer, kind in zip(parameters.layers, self.layer_types):
             inner = x if layer.attention_norm is None else self._norm(x, layer.attention_norm)
-            qkv = _linear(inner, layer.qkv).reshape(batch, seq, 3, heads, -1)
+            qkv = layer.qkv(inner).reshape(batch, seq, 3, heads, -1)
             query, key, value = (qkv[:, :, i].swapaxes(1, 2) for i in range(3))  # [batch, heads, seq, head_dim]
             query, key = vishwamai.apply_rope((query, key), theta=dict(self.thetas)[kind])
             window = (reach, reach) if kind == "sliding_attention" else None
             mixed = vishwamai.flash_attention(query, key, value, mask=mask[:, None, None, :], window=window)
-            x = x + _linear(mixed.swapaxes(1, 2).reshape(batch * seq, -1), layer.output)
-            wide, gate = jnp.split(_linear(self._norm(x, layer.mlp_norm), layer.up), 2, axis=-1)
-            x = x + _linear(jax.nn.gelu(wide, approximate=False) * gate, layer.down)
+            x = x + layer.output(mixed.swapaxes(1, 2).reshape(batch * seq, -1))
+            wide, gate = jnp.split(layer.up(self._norm(x, layer.mlp_norm)), 2, axis=-1)
+            x = x + layer.down(jax.nn.gelu(wide, approximate=False) * gate)
         return self._norm(x, parameters.final_norm).reshape(batch, seq, -1)
 
     def _norm(self, x: Any, norm: Norm) -> Any:
         return vishwamai.layer_norm(x, norm.scale, norm.offset, eps=self.norm_eps)
-
-
-def _linear(x: Any, linear: Linear) -> Any:
-    return vishwamai.gemm(x, linear.weight, bias=linear.bias)
 
 
 def _thetas(values: Mapping[str, Any], path: Path) -> tuple[tuple[str, float], ...]:

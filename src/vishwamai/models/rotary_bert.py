@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import vishwamai
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.bert import Operations
-from vishwamai.models.encoder_tensors import Linear, Norm, TensorReader
+from vishwamai.models.encoder_tensors import Linear, Norm, TensorReader, check_known
 from vishwamai.models.shards import read_index
 from vishwamai.models.values import check_value, read_json
 
@@ -119,9 +119,7 @@ class RotaryBertConfig:
                 f"{path}: `hidden_size` is {hidden} with {heads} heads of {values.get('head_dim', 'equal size')}; "
                 "expected heads of an even size that make up the hidden size."
             )
-        unknown = sorted(values.keys() - {*fields, "rope_parameters", "rope_theta", "head_dim"} - _IGNORED)
-        if unknown:
-            raise UnsupportedError(f"{path}: `{unknown[0]}` is not a key that the encoder knows.")
+        check_known(values, {*fields, "rope_parameters", "rope_theta", "head_dim", *_IGNORED}, path)
         rotation = values.get("rope_parameters") or {}
         if not isinstance(rotation, Mapping) or rotation.get("rope_type", "default") != "default":
             raise UnsupportedError(
@@ -187,22 +185,18 @@ class RotaryBertConfig:
         x = self._norm(x.reshape(batch * seq, -1), parameters.norm)
         activate = _ACTIVATIONS[self.hidden_act]
         for layer in parameters.layers:
-            qkv = _linear(x, layer.qkv).reshape(batch, seq, 3, self.num_attention_heads, -1)
+            qkv = layer.qkv(x).reshape(batch, seq, 3, self.num_attention_heads, -1)
             query, key, value = (qkv[:, :, i].swapaxes(1, 2) for i in range(3))  # [batch, heads, seq, head_dim]
             query, key = vishwamai.apply_rope((query, key), theta=self.rope_theta)
             mixed = vishwamai.flash_attention(query, key, value, mask=mask[:, None, None, :])
             mixed = mixed.swapaxes(1, 2).reshape(batch * seq, -1)
-            x = self._norm(x + _linear(mixed, layer.output), layer.attention_norm)
-            wide = activate(_linear(x, layer.gate)) * _linear(x, layer.up)
-            x = self._norm(x + _linear(wide, layer.down), layer.output_norm)
+            x = self._norm(x + layer.output(mixed), layer.attention_norm)
+            wide = activate(layer.gate(x)) * layer.up(x)
+            x = self._norm(x + layer.down(wide), layer.output_norm)
         return x.reshape(batch, seq, -1)
 
     def _norm(self, x: Any, norm: Norm) -> Any:
         return vishwamai.layer_norm(x, norm.scale, norm.offset, eps=self.layer_norm_eps)
-
-
-def _linear(x: Any, linear: Linear) -> Any:
-    return vishwamai.gemm(x, linear.weight, bias=linear.bias)
 
 
 FAMILIES = tuple(_DEFAULTS)
