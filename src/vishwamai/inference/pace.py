@@ -55,8 +55,7 @@ class Pace:
         """
         if prompts:
             size = self._sizes[min(bisect.bisect_left(self._sizes, tokens), len(self._sizes) - 1)]
-            base = statistics.median(self._bases) if self._bases else 0.0
-            self._rates.append(max(seconds - base, 0.0) / size)
+            self._rates.append(max(seconds - self.seconds(0), 0.0) / size)
         else:
             self._bases.append(seconds)
         if self._rates:
