@@ -30,14 +30,13 @@ def test_steps_over_slots_are_the_whole_sequences(family: str, stacked: bool) ->
     shapes = page_shapes(config, num_pages=32, page_size=4, dtype=jnp.float32, stacked=stacked, num_states=9)
     pools: Any = jax.tree.map(lambda x: jnp.full(x.shape, 7.0, x.dtype), shapes)  # what earlier sequences left
     pages = np.split(rng.permutation(32)[:31], np.cumsum([23, 2, 1]))
-    tokens = np.zeros(80, np.int32)
     start, slots = np.zeros(4, int), rng.permutation(9)[:4]
     outputs: list[list[Any]] = [[] for _ in LENGTHS]
     step = jax.jit(lambda model, tokens, pools, batch: model.step(tokens, pools, batch))
     for counts in STEPS:
         live = [i for i, count in enumerate(counts) if count]
         fed = np.concatenate([sequences[i][start[i] : start[i] + counts[i]] for i in live])
-        tokens[: len(fed)] = fed
+        tokens = np.pad(fed, (0, 80 - len(fed))).astype(np.int32)  # new each step: JAX may read it after the call
         kv_lens, ends, table = np.zeros(4, np.int32), np.full(5, len(fed), np.int32), np.zeros((4, 23), np.int32)
         states = np.zeros((2, 4), np.int32)
         ends[: len(live) + 1] = np.cumsum([0, *(counts[i] for i in live)])
