@@ -53,7 +53,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of a text, with the tokens that the model expects around it if `add_special`."""
         try:
-            return self.encoder.encode(text, add_special_tokens=add_special).ids
+            # A batch releases the GIL, which `encoder.encode` holds for seconds with a text of megabytes.
+            return self.encoder.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         except TypeError:
             surrogate = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
             if surrogate is None:
