@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vishwamai.cli import model, options
+from vishwamai.cli import binding, model, options
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import Countdown, count_report
 
@@ -57,6 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    binding.bind(arguments)
     model.require_packages()
     texts = [read_text(path, "--text") for path in arguments.text]
     arguments.directory, name = model.fetch(arguments.directory)

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vishwamai.cli import model, options
+from vishwamai.cli import binding, model, options
 from vishwamai.cli.function import CommandError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    binding.bind(arguments)
     ids = _token_ids(arguments.token_ids)
     messages = _messages(arguments.chat)
     planned = model.plan(arguments)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vishwamai.cli import binding
 from vishwamai.cli.function import CommandError
 from vishwamai.core import logs
 from vishwamai.core.installing import install_line
@@ -54,6 +55,7 @@ def add_form_options(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="on a CPU, keep the packed weights in the user's cache, which the next start maps (yes)",
     )
+    binding.add_options(parser)
 
 
 def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from vishwamai.cli import generate, model
+from vishwamai.cli import binding, generate, model
 from vishwamai.cli.address import check_address
 from vishwamai.cli.certificates import check_certificate
 from vishwamai.cli.function import CommandError
@@ -130,6 +130,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    binding.bind(arguments)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"serve needs {', '.join(missing)}: {install_line('serve')}.")
