@@ -194,3 +194,44 @@ class RowSpec(OpSpec):
     def accumulator(self) -> jnp.dtype:
         """What the row's sums are held in: float32, or float64 for float64 inputs."""
         return accumulator_dtype(self.operands.x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryKeySpec(OpSpec):
+    """Base of the ops that score a query of shape [batch, q_heads, q_len, qk_dim] against a key of shape [batch,
+    kv_heads, kv_len, qk_dim].
+    """
+
+    @property
+    def batch(self) -> int:
+        return self.operands.query.shape[0]
+
+    @property
+    def q_heads(self) -> int:
+        return self.operands.query.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.operands.key.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one kv head; a key without heads counts as one."""
+        return self.q_heads // at_least_1(self.kv_heads)
+
+    @property
+    def q_len(self) -> int:
+        return self.operands.query.shape[2]
+
+    @property
+    def kv_len(self) -> int:
+        return self.operands.key.shape[2]
+
+    @property
+    def qk_dim(self) -> int:
+        return self.operands.query.shape[3]
+
+    @property
+    def accumulator(self) -> jnp.dtype:
+        """The dtype of logits, statistics and sums: float32, or float64 for float64 operands."""
+        return accumulator_dtype(self.operands.query.dtype)

@@ -7,13 +7,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core import dims
-from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.signature import Signature
-from vishwamai.core.spec import OpSpec
+from vishwamai.core.spec import QueryKeySpec
 from vishwamai.ops.attention.block_mask import BlockMask, TileMasks, tile_masks, visible_pairs
 
 
@@ -43,7 +41,7 @@ class Outputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSpec(OpSpec):
+class AttentionSpec(QueryKeySpec):
     """Attention of `Operands` under static options.
 
     Attributes:
@@ -74,42 +72,8 @@ class AttentionSpec(OpSpec):
     blocks: BlockMask | None = None
 
     @property
-    def batch(self) -> int:
-        return self.operands.query.shape[0]
-
-    @property
-    def q_heads(self) -> int:
-        return self.operands.query.shape[1]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.operands.key.shape[1]
-
-    @property
-    def group(self) -> int:
-        """Query heads that share one kv head."""
-        return self.q_heads // self.kv_heads
-
-    @property
-    def q_len(self) -> int:
-        return self.operands.query.shape[2]
-
-    @property
-    def kv_len(self) -> int:
-        return self.operands.key.shape[2]
-
-    @property
-    def qk_dim(self) -> int:
-        return self.operands.query.shape[3]
-
-    @property
     def v_dim(self) -> int:
         return self.operands.value.shape[3]
-
-    @property
-    def accumulator(self) -> jnp.dtype:
-        """dtype of logits, statistics and sums: float32, or float64 for float64 operands."""
-        return accumulator_dtype(self.operands.query.dtype)
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

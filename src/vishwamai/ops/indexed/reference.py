@@ -32,7 +32,7 @@ def forward(spec: IndexedSpec, operands: Operands) -> tuple[Outputs, None]:
         return Outputs(jnp.zeros(shape, operands.query.dtype)), None
     key = operands.key
     value = operands.value
-    shape = spec.batch, spec.kv_heads, spec.heads // max(1, spec.kv_heads), spec.q_len, spec.qk_dim
+    shape = spec.batch, spec.kv_heads, spec.group, spec.q_len, spec.qk_dim
     query = operands.query.reshape(shape)
     indices = jnp.broadcast_to(operands.indices, (spec.batch, spec.q_len, spec.chosen))
 

@@ -9,10 +9,9 @@ from typing import Annotated, Any, NamedTuple
 import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
-from vishwamai.core.spec import OpSpec
+from vishwamai.core.spec import QueryKeySpec
 
 
 class Operands(NamedTuple):
@@ -31,7 +30,7 @@ class Outputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class IndexedSpec(OpSpec):
+class IndexedSpec(QueryKeySpec):
     """Attention of each query over the keys that its row of `indices` names.
 
     Attributes:
@@ -43,47 +42,18 @@ class IndexedSpec(OpSpec):
     value_dim: int = 0
 
     @property
-    def batch(self) -> int:
-        return self.operands.query.shape[0]
-
-    @property
-    def heads(self) -> int:
-        return self.operands.query.shape[1]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.operands.key.shape[1]
-
-    @property
-    def q_len(self) -> int:
-        return self.operands.query.shape[2]
-
-    @property
-    def kv_len(self) -> int:
-        return self.operands.key.shape[2]
-
-    @property
-    def qk_dim(self) -> int:
-        return self.operands.query.shape[3]
-
-    @property
     def chosen(self) -> int:
         """Entries of `indices` for each query."""
         return self.operands.indices.shape[2]
 
-    @property
-    def accumulator(self) -> jnp.dtype:
-        """The dtype of logits and sums: float32, or float64 for float64 operands."""
-        return accumulator_dtype(self.operands.query.dtype)
-
     def tuning_key(self) -> str:
-        sizes = f"{self.batch}x{self.heads}/{self.kv_heads}x{self.q_len}x{self.kv_len}x{self.qk_dim}x{self.value_dim}"
+        sizes = f"{self.batch}x{self.q_heads}/{self.kv_heads}x{self.q_len}x{self.kv_len}x{self.qk_dim}x{self.value_dim}"
         return f"{self.operands.query.dtype.name} {sizes} of {self.chosen}"
 
     @property
     def flops(self) -> int:
         """Floating-point operations of both products (a multiply-add is two)."""
-        return 2 * self.batch * self.heads * self.q_len * self.chosen * (self.qk_dim + self.value_dim)
+        return 2 * self.batch * self.q_heads * self.q_len * self.chosen * (self.qk_dim + self.value_dim)
 
     @property
     def bytes_moved(self) -> int:
@@ -91,7 +61,7 @@ class IndexedSpec(OpSpec):
         query, key = self.operands.query, self.operands.key
         features = self.qk_dim if self.operands.value is None else self.qk_dim + self.value_dim
         rows = self.batch * self.kv_heads * self.q_len * self.chosen
-        out = self.batch * self.heads * self.q_len * self.value_dim * query.dtype.itemsize
+        out = self.batch * self.q_heads * self.q_len * self.value_dim * query.dtype.itemsize
         return query.nbytes + self.operands.indices.nbytes + out + rows * features * key.dtype.itemsize
 
 
