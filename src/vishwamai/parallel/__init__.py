@@ -14,9 +14,9 @@ from vishwamai.ops.attention.decode import decode_attention, merge_shards
 from vishwamai.ops.attention.split.ring import from_zigzag, ring_attention, to_zigzag
 from vishwamai.ops.attention.split.times import SplitAttentionEstimate, estimate_split_attention
 from vishwamai.ops.attention.ulysses import ulysses_attention
-from vishwamai.ops.moe.exchange import all_to_all_grouped_gemm, grouped_gemm_all_to_all
-from vishwamai.ops.moe.exchange_times import ExchangeEstimate, estimate_exchange
-from vishwamai.ops.moe.placement import ExpertPlacement, PlacementChange, move_experts, place_experts
+from vishwamai.ops.moe.exchange.api import all_to_all_grouped_gemm, grouped_gemm_all_to_all
+from vishwamai.ops.moe.exchange.placement import ExpertPlacement, PlacementChange, move_experts, place_experts
+from vishwamai.ops.moe.exchange.times import ExchangeEstimate, estimate_exchange
 from vishwamai.parallel.adaptive import AdaptiveSharding, ArrayChoice, adaptive_sharding
 from vishwamai.parallel.data_parallel import DataParallelConfig, configure_data_parallel
 from vishwamai.parallel.layout import KernelLayout, MemoryLayout, optimize_kernel_layout, optimize_memory_layout

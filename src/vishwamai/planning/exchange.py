@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from vishwamai.core.links import estimate_collective, line_links
 from vishwamai.core.target import Target
 from vishwamai.models import ModelConfig
-from vishwamai.ops.moe.exchange_times import pays
+from vishwamai.ops.moe.exchange.times import pays
 from vishwamai.parallel import ExchangeEstimate, estimate_exchange
 from vishwamai.planning.mesh_links import links_of
 from vishwamai.training.config import TrainConfig

@@ -12,18 +12,16 @@ from torch import Tensor
 from vishwamai.core.arrays import fetched
 from vishwamai.core.errors import ShapeError
 from vishwamai.ops.moe.api import MOE
-from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, check_dispatch, check_experts, sort_choices
-from vishwamai.ops.moe.layer import (
+from vishwamai.ops.moe.checks import (
     CLAMPED,
-    MoEOutput,
     check_bias,
     check_biases,
     check_layer,
     check_limit,
     check_router_tokens,
-    clamped,
-    weighted_inputs,
 )
+from vishwamai.ops.moe.dispatch import Dispatch, capacity_of, check_combine, check_dispatch, check_experts, sort_choices
+from vishwamai.ops.moe.layer import MoEOutput, clamped, weighted_inputs
 from vishwamai.ops.moe.routing import Routing, check_routing, choose
 from vishwamai.ops.moe.spec import (
     Outputs,

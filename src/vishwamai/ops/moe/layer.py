@@ -19,24 +19,34 @@ from vishwamai.core.links import AxisLinks
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.code_tensor import CodeTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
-from vishwamai.core.sharding import mesh_axis_size
-from vishwamai.core.spec import ArraySpec, array_spec, as_array
+from vishwamai.core.spec import as_array
 from vishwamai.core.value_checks import check_values
 from vishwamai.core.weight import Weight
-from vishwamai.ops.moe import parallel
+from vishwamai.ops.moe.checks import (
+    CLAMPED,
+    check_bias,
+    check_biases,
+    check_layer,
+    check_limit,
+    check_overlap,
+    check_router_tokens,
+)
 from vishwamai.ops.moe.dispatch import capacity_of, moe_combine, moe_dispatch
-from vishwamai.ops.moe.exchange_times import ExchangeEstimate, decide, estimate_exchange
-from vishwamai.ops.moe.pieces import Pieces, Weights, grouped_products, there_and_back, there_and_back_over_two
+from vishwamai.ops.moe.exchange import transport
+from vishwamai.ops.moe.exchange.pieces import (
+    Pieces,
+    Weights,
+    grouped_products,
+    there_and_back,
+    there_and_back_over_two,
+)
+from vishwamai.ops.moe.exchange.times import ExchangeEstimate, decide, estimate_exchange
 from vishwamai.ops.moe.routing import Routing, moe_routing
+from vishwamai.ops.moe.spec import experts_spec
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-
-CLAMPED = "swigluoai"
-"""The gated unit of gpt-oss: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (2025), by the code of its release."""
 
 
 class MoEOutput(NamedTuple):
@@ -146,7 +156,7 @@ def moe_layer(
     tokens, router_weights, up, down = (_weight(name, x) for name, x in named)
     gate = None if gate is None else _weight("gate", gate)
     check_layer(tokens, router_weights, gate, up, down, activation, axes, exchange, exchange_factor, capacity_factor)
-    _check_overlap(axes, exchange, overlap)
+    check_overlap(axes, exchange, overlap)
     gate_bias, up_bias, down_bias = _biases(biases, gate, up, down)
     check_limit(activation, gate, limit)
     scored = tokens if router_tokens is None else _router_tokens(router_tokens, tokens)
@@ -178,21 +188,21 @@ def moe_layer(
         size, local = jax.lax.axis_size(axes), experts_spec(up).shape[0]
         count, top_k = placed.experts.shape
         if capacity_factor is None:
-            room = parallel.room_of(count, top_k, size, exchange_factor)
+            room = transport.room_of(count, top_k, size, exchange_factor)
             used = min(room, count * top_k / size)  # by an even load
         else:
             room = used = local * capacity_of(count, top_k, size * local, capacity_factor)
-        travel: parallel.Travel | None = None
+        travel: transport.Travel | None = None
         if _in_pieces(axes, exchange, x.dtype, room, used, first, down, overlap):
             pieces = Pieces(axes[0], jax.lax.axis_size(axes[0]), config, implementation)
             way = there_and_back if len(axes) == 1 else functools.partial(there_and_back_over_two, axes)
             travel = functools.partial(way, pieces, first=first, unit=unit, last=last)
         if capacity_factor is not None:
-            out, dropped = parallel.with_capacity(x, placed, axes, capacity_factor, local, experts, travel)
+            out, dropped = transport.with_capacity(x, placed, axes, capacity_factor, local, experts, travel)
         elif exchange == "dense":
-            out, dropped = parallel.dense(x, placed, axes, exchange_factor, local, experts, travel)
+            out, dropped = transport.dense(x, placed, axes, exchange_factor, local, experts, travel)
         else:
-            out, dropped = parallel.ragged(x, placed, axes, exchange_factor, local, experts)
+            out, dropped = transport.ragged(x, placed, axes, exchange_factor, local, experts)
     if weight_inputs:
         out = out.reshape(*routing.experts.shape, -1).sum(1)
     return MoEOutput(out.reshape(tokens.shape), routing, dropped)
@@ -202,15 +212,6 @@ def _router_tokens(router_tokens: Any, tokens: Any) -> Any:
     scored = as_array("moe_layer", "router_tokens", router_tokens)
     check_router_tokens(scored, tokens)
     return scored
-
-
-def check_router_tokens(router_tokens: Any, tokens: Any) -> None:
-    """Raises ShapeError where what the router reads, an array of any framework, has another number of tokens."""
-    if tuple(router_tokens.shape[:-1]) != tuple(tokens.shape[:-1]):
-        raise ShapeError(
-            f"moe_layer: `router_tokens` has shape {tuple(router_tokens.shape)}, but `tokens` has "
-            f"{tuple(tokens.shape)}; pass as many."
-        )
 
 
 def weighted_inputs(xp: Any, tokens: Any, routing: Routing) -> tuple[Any, Routing]:
@@ -250,13 +251,6 @@ def _weight(name: str, x: Any) -> Any:
     """An argument as an array of JAX; experts may be quantized, or multiply by themselves."""
     quantized = isinstance(x, (QTensor, PackedQTensor, CodeTensor, Weight)) and name in ("gate", "up", "down")
     return x if quantized else as_array("moe_layer", name, x)
-
-
-def experts_spec(weight: Any) -> ArraySpec:
-    """Shape and dtype of experts' weights, packed or not."""
-    if not isinstance(weight, PackedQTensor):
-        return array_spec(weight)
-    return ArraySpec((*weight.values.shape[:-2], *weight.shape), weight.values.dtype)
 
 
 def _in_pieces(
@@ -301,15 +295,6 @@ def clamped(xp: Any, gate: Any, up: Any, limit: float) -> Any:
     return gate * sigmoid(1.702 * gate) * (up + 1)
 
 
-def check_limit(activation: str, gate: Any, limit: Any) -> None:
-    """Raises ShapeError where the clamped unit lacks a gate or its limit."""
-    if activation == CLAMPED and not (gate is not None and isinstance(limit, (int, float)) and limit > 0):
-        raise ShapeError(
-            f"moe_layer: `activation` is {CLAMPED!r} with limit {limit!r}{' and no `gate`' if gate is None else ''}; "
-            "pass a gate, and a limit above 0."
-        )
-
-
 def _biases(biases: Any, gate: Any, up: Any, down: Any) -> tuple[Any, Any, Any]:
     """The experts' biases as arrays, or None each."""
     checked_biases = check_biases(biases)
@@ -319,110 +304,3 @@ def _biases(biases: Any, gate: Any, up: Any, down: Any) -> tuple[Any, Any, Any]:
         check_bias(name, bias, weight)
     gate_bias, up_bias, down_bias = (bias for _, bias, _ in arrays)
     return gate_bias, up_bias, down_bias
-
-
-def check_biases(biases: Any) -> tuple[Any, Any, Any]:
-    """(gate, up, down) of the experts' biases, each may be None.
-
-    Raises:
-      ShapeError: they are not three.
-    """
-    if biases is None:
-        return None, None, None
-    if not isinstance(biases, (tuple, list)) or len(biases) != 3:
-        raise ShapeError(
-            f"moe_layer: `biases` is {type(biases).__name__} of {len(biases) if hasattr(biases, '__len__') else 'no'} "
-            "entries; pass (gate, up, down), each an array or None."
-        )
-    gate, up, down = biases
-    return gate, up, down
-
-
-def check_bias(name: str, bias: Any, weight: Any) -> None:
-    """Raises ShapeError where a bias of the experts, an array of any framework, does not fit their weight."""
-    shape = None if weight is None else experts_spec(weight).shape
-    if bias is not None and (shape is None or tuple(bias.shape) != (shape[0], shape[2])):
-        expected = "None, as `gate` is" if shape is None else (shape[0], shape[2])
-        raise ShapeError(f"moe_layer: the bias of `{name}` has shape {tuple(bias.shape)}; pass {expected}.")
-
-
-def check_layer(
-    tokens: Any,
-    router_weights: Any,
-    gate: Any,
-    up: Any,
-    down: Any,
-    activation: str,
-    axes: tuple[str, ...] | None,
-    exchange: str,
-    exchange_factor: float | None,
-    capacity_factor: float | None,
-) -> None:
-    """Raises ShapeError where the arguments of `moe_layer`, arrays of any framework, contradict one another."""
-    x, router, w_up, w_down = (experts_spec(a) for a in (tokens, router_weights, up, down))
-    for label, array, layout in (("tokens", x, "[..., features]"), ("router_weights", router, "[features, experts]")):
-        if len(array.shape) < layout.count(",") + (label == "router_weights"):
-            raise ShapeError(f"moe_layer: `{label}` has shape {array.shape}; pass {layout}.")
-    if len(w_up.shape) != 3 or w_up.shape[1] != x.shape[-1]:
-        raise ShapeError(
-            f"moe_layer: `up` has shape {w_up.shape}, but `tokens` of shape {x.shape} have {x.shape[-1]} features; "
-            f"pass [experts, {x.shape[-1]}, hidden]."
-        )
-    if gate is not None and experts_spec(gate) != w_up:
-        raise ShapeError(
-            f"moe_layer: `gate` is {experts_spec(gate)}, but `up` is {w_up}; pass `gate` like `up`, or None."
-        )
-    if w_down.shape != (w_up.shape[0], w_up.shape[2], w_up.shape[1]):
-        raise ShapeError(
-            f"moe_layer: `down` has shape {w_down.shape}, but `up` has {w_up.shape}; pass `down` of shape "
-            f"{(w_up.shape[0], w_up.shape[2], w_up.shape[1])}."
-        )
-    if activation not in (*ACTIVATIONS, CLAMPED):
-        raise ShapeError(f"moe_layer: `activation` is {activation!r}; pass one of {', '.join(ACTIVATIONS)}, {CLAMPED}.")
-    devices = 1 if axes is None else mesh_axis_size("moe_layer", "expert_axis", axes)
-    if router.shape[-1] != w_up.shape[0] * devices:
-        owner = "there are" if axes is None else f"each of the {devices} devices of {axes} holds"
-        raise ShapeError(
-            f"moe_layer: `router_weights` of shape {router.shape} score {router.shape[-1]} experts, but {owner} "
-            f"{w_up.shape[0]} by the shape of `up`; make them agree."
-        )
-    if exchange not in ("dense", "ragged"):
-        raise ShapeError(f"moe_layer: `exchange` is {exchange!r}; pass 'dense' or 'ragged'.")
-    if axes is None:
-        options = [
-            name
-            for name, odd in (("exchange", exchange != "dense"), ("exchange_factor", exchange_factor is not None))
-            if odd
-        ]
-        if options:
-            raise ShapeError(
-                f"moe_layer: `{options[0]}` is given, but `expert_axis` is None: nothing is exchanged; pass the axis, "
-                "or leave it out."
-            )
-        return
-    if len(axes) > 2 or (exchange == "ragged" and len(axes) != 1):
-        raise ShapeError(
-            f"moe_layer: `expert_axis` is {axes} with exchange={exchange!r}; pass one axis, or for the dense exchange "
-            "(outer, inner)."
-        )
-    if exchange_factor is not None and not exchange_factor > 0:
-        raise ShapeError(f"moe_layer: `exchange_factor` is {exchange_factor}; pass a positive number, or None.")
-    if capacity_factor is not None and (exchange != "dense" or exchange_factor is not None):
-        raise ShapeError(
-            "moe_layer: `capacity_factor` already sizes the dense exchange; leave out `exchange` and "
-            "`exchange_factor`, or the capacity."
-        )
-
-
-def _check_overlap(axes: tuple[str, ...] | None, exchange: str, overlap: bool | None) -> None:
-    """Raises ShapeError where an exchange cannot be in pieces."""
-    if overlap is not None and axes is None:
-        raise ShapeError(
-            "moe_layer: `overlap` is given, but `expert_axis` is None: nothing is exchanged; pass the axis, or leave "
-            "it out."
-        )
-    if overlap and exchange == "ragged":
-        raise ShapeError(
-            "moe_layer: `overlap` is True, and exchange='ragged' has no pieces; pass exchange='dense', or leave "
-            "`overlap` out."
-        )

@@ -18,7 +18,7 @@ from vishwamai.core.qtensor import FP4, INT4, QTensor, bits, check_symmetric
 from vishwamai.core.quantized.code_tensor import CodeTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.signature import Signature, described
-from vishwamai.core.spec import OpSpec, as_dtype
+from vishwamai.core.spec import ArraySpec, OpSpec, array_spec, as_dtype
 
 FLOATS = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 NARROW = (jnp.dtype(jnp.int8), INT4, *FP8_DTYPES, FP4)
@@ -48,6 +48,13 @@ def operand_dims(transpose_rhs: bool) -> Operands:
     """The dims of operands whose matrices may be transposed."""
     declared = dims.declared(Operands)
     return declared._replace(rhs="batch? groups n k") if transpose_rhs else declared
+
+
+def experts_spec(weight: Any) -> ArraySpec:
+    """Shape and dtype of experts' weights, packed or not."""
+    if not isinstance(weight, PackedQTensor):
+        return array_spec(weight)
+    return ArraySpec((*weight.values.shape[:-2], *weight.shape), weight.values.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,10 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.sharding import match_varying, mesh_axis_size
 from vishwamai.core.spec import as_array, as_jax_dtype
-from vishwamai.ops.moe.exchange_times import decide, estimate_exchange
-from vishwamai.ops.moe.layer import experts_spec
-from vishwamai.ops.moe.parallel import all_to_all, run_experts
-from vishwamai.ops.moe.pieces import Pieces, Weights, arrive, depart
+from vishwamai.ops.moe.exchange.pieces import Pieces, Weights, arrive, depart
+from vishwamai.ops.moe.exchange.times import decide, estimate_exchange
+from vishwamai.ops.moe.exchange.transport import all_to_all, run_experts
+from vishwamai.ops.moe.spec import experts_spec
 
 if TYPE_CHECKING:
     from jax import Array

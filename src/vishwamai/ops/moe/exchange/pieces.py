@@ -28,7 +28,7 @@ from vishwamai.core.sharding import match_varying
 from vishwamai.core.weight import Weight
 from vishwamai.ops.moe.api import grouped_gemm
 from vishwamai.ops.moe.dispatch import permute, unpermute
-from vishwamai.ops.moe.parallel import by_expert
+from vishwamai.ops.moe.exchange.transport import by_expert
 
 Weights = tuple[tuple[Any, Any], ...]
 """Pairs (matrices `[experts, in, out]`, bias `[experts, out]` or None) that multiply the same rows."""
