@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import vishwamai
 from vishwamai import aot
-from vishwamai.aot.compile import diagnose, libtpu, program
-from vishwamai.aot.compile.program import place
+from vishwamai.aot.compile import compiled, diagnose, libtpu
+from vishwamai.aot.compile.compiled import place
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import DeviceError, KernelError, ShapeError, UnsupportedError
 from vishwamai.core.hardware import TPUS, tpu_for
@@ -104,7 +104,7 @@ def test_vmem_limit_bytes_is_the_fix_that_it_says():
 @pytest.mark.turns(3)
 @needs_libtpu
 def test_one_block_larger_than_the_chip(monkeypatch):
-    monkeypatch.setattr(program, "refuse_too_large", lambda *_: None)  # which would be first
+    monkeypatch.setattr(compiled, "refuse_too_large", lambda *_: None)  # which would be first
     fn, x = blocks_of(300)
     with pytest.raises(DeviceError, match=r"input window allocation.*takes 150\.0 MiB, but v5p has 64\.0 MiB of VMEM"):
         aot.compile_for(fn, x, target="v5p")

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from vishwamai import aot
-from vishwamai.aot.compile.program import tracing_for
-from vishwamai.aot.tuning import steps, tuner
+from vishwamai.aot.compile.compiled import tracing_for
+from vishwamai.aot.tuning import tuner, variations
 from vishwamai.core import tuning
 from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import TPUS
@@ -64,11 +64,11 @@ def test_tiles_are_sizes_and_nothing_else():
     both = {"block": (256, "forward"), "backward_block": (128, "backward")}
     assert found == both | {"grad.0": (128, "forward"), "grad.1": (512, "forward")}
     assert set(Blocks(grad=None).sizes()) == set(both)
-    assert steps.passes(Blocks()) == {"forward": ["block", "grad.0", "grad.1"], "backward": ["backward_block"]}
+    assert variations.passes(Blocks()) == {"forward": ["block", "grad.0", "grad.1"], "backward": ["backward_block"]}
 
 
 def test_neighbours_change_one_tile_or_two_against_one_another():
-    found = list(steps.neighbours(Blocks(), ["block", "grad.1"], None, V5E))
+    found = list(variations.neighbours(Blocks(), ["block", "grad.1"], None, V5E))
     assert {(t.block, t.grad) for t in found} == {
         (512, (128, 512)),
         (128, (128, 512)),
@@ -79,7 +79,7 @@ def test_neighbours_change_one_tile_or_two_against_one_another():
     }
     assert all(t.whole == 1 << 30 and t.native and t.backward_block == 128 for t in found)
     # a tile never falls to nothing
-    assert all(t.block > 0 for t in steps.neighbours(Blocks(block=1), ["block"], None, V5E))
+    assert all(t.block > 0 for t in variations.neighbours(Blocks(block=1), ["block"], None, V5E))
 
 
 def test_what_cuts_an_axis_otherwise_comes_first():
@@ -92,14 +92,14 @@ def test_what_cuts_an_axis_otherwise_comes_first():
         unroll: int = size("unroll", 4)
         cores: int = 2
 
-    found = [(t.block_q, t.panel_q, t.unroll) for t in steps.neighbours(Panels(), paths(Panels()), None, V5E)]
+    found = [(t.block_q, t.panel_q, t.unroll) for t in variations.neighbours(Panels(), paths(Panels()), None, V5E)]
     assert found[:3] == [(1024, 1, 4), (256, 4, 4), (512, 2, 2)]
 
 
 def test_tiles_that_would_leave_work_out_are_no_neighbours():
     rope, softmax = (importlib.import_module(f"vishwamai.ops.{op}.tpu") for op in ("rope", "softmax"))
     for op, config in (("rope", rope.RopeConfig(64, 64)), ("softmax", softmax.SoftmaxConfig(8, 8))):
-        found = list(steps.neighbours(config, paths(config), spec_of(op), V5E))
+        found = list(variations.neighbours(config, paths(config), spec_of(op), V5E))
         assert found
         for one in found:
             block, chunk, planned = dataclasses.astuple(one)
@@ -124,7 +124,7 @@ def test_values_that_steer_a_kernel_are_given():
 
 
 def test_memory_is_planned_by_the_config():
-    (halved, doubled) = steps.neighbours(Blocks(), ["block"], None, V5E)
+    (halved, doubled) = variations.neighbours(Blocks(), ["block"], None, V5E)
     assert (halved.vmem_bytes, doubled.vmem_bytes) == (128 << 10, 512 << 10)
     assert planned_vmem(20 << 20, 10 << 20, Target("tpu", TPUS["v4"])) == 12 << 20  # three quarters of all there is
     assert planned_vmem(20 << 20, 14 << 20, Target("tpu", TPUS["v4"])) == 14 << 20  # what the heuristic dared already
@@ -246,11 +246,11 @@ def test_kernels_are_stepped_abreast_and_each_keeps_what_serves_it(monkeypatch):
 
 
 def test_only_parts_of_one_pass_are_kernels_of_their_own():
-    assert steps.kernels(Blocks()) == ()
+    assert variations.kernels(Blocks()) == ()
     loss = importlib.import_module("vishwamai.ops.loss.tpu")
     config = loss.LossConfig(512, 1024, 256, 2048)
     assert "block_vocab" not in config.sizes()  # it is a plan of memory in HBM
-    found = steps.neighbours(config, paths(config), spec_of("linear_cross_entropy"), V5E)
+    found = variations.neighbours(config, paths(config), spec_of("linear_cross_entropy"), V5E)
     assert all(t.block_vocab == 2048 for t in found)
     with pytest.raises(KernelError, match="768 vocab entries a step, 256 at once"):
         loss.LossConfig(512, 768, 256, 2048)

@@ -10,8 +10,8 @@ import pytest
 
 import vishwamai
 from vishwamai import KernelConfig, kernel_config
+from vishwamai.core.call_plan import Implementation
 from vishwamai.core.errors import DeviceError, KernelError, UnsupportedError
-from vishwamai.core.plan import Implementation
 from vishwamai.core.tiles import Tiles
 from vishwamai.kernels.decorators import cpu_kernel
 from vishwamai.ops import catalogue

@@ -14,9 +14,9 @@ from flax import nnx
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.inference import Engine, Limits, Request, Sampling, plan_load
 from vishwamai.inference.drafting import check_draft
-from vishwamai.inference.mesh import serving_mesh
 from vishwamai.inference.sampling import all_allowed, empty_rows, propose, sample, set_row
 from vishwamai.inference.server.metrics import Metrics
+from vishwamai.inference.sharding import serving_mesh
 from vishwamai.models import Decoder, ModelConfig, save_pretrained
 
 VOCAB = 48

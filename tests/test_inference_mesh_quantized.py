@@ -17,8 +17,8 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.inference import Engine, Limits, Sampling, plan_load
 from vishwamai.inference.memory import weight_bytes
-from vishwamai.inference.mesh import on_mesh, place_model, serving_mesh, serving_rules
 from vishwamai.inference.pools import make_pools
+from vishwamai.inference.sharding import on_mesh, place_model, serving_mesh, serving_rules
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, from_pretrained, save_pretrained
 
 LIMITS = Limits(max_sequences=1, max_tokens=8, mixed_tokens=8, max_length=80, page_size=4)  # few programs

@@ -15,7 +15,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.inference.drafting import UNREAD
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.pages import PagePool
-from vishwamai.inference.scheduler import Plan, Scheduler, Stream
+from vishwamai.inference.scheduler import Scheduler, StepPlan, Stream
 
 LIMITS = Limits(max_sequences=3, max_tokens=7, max_length=24, page_size=2, aging=2.0)
 PAGES = 14
@@ -359,4 +359,4 @@ def test_what_can_never_be_served_is_declined_at_once():
 
 
 def test_an_empty_plan_says_nothing_to_do():
-    assert Scheduler(LIMITS, PagePool(3)).schedule(0.0) == Plan()
+    assert Scheduler(LIMITS, PagePool(3)).schedule(0.0) == StepPlan()

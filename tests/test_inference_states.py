@@ -11,7 +11,7 @@ import pytest
 from vishwamai import UnsupportedError
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.pages import PagePool
-from vishwamai.inference.scheduler import Plan, Scheduler, Stream
+from vishwamai.inference.scheduler import Scheduler, StepPlan, Stream
 from vishwamai.inference.server.jobs import shared_beginning
 
 LIMITS = Limits(max_sequences=3, max_tokens=12, max_length=64, page_size=4, state_pages=3)
@@ -27,7 +27,7 @@ class Device:
     texts: dict[Stream, list[int]] = dataclasses.field(default_factory=dict)
     computed: int = 0
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: StepPlan) -> None:
         """Computes a step; all reads come before any write."""
         size = self.scheduler.limits.page_size
         written: dict[int, tuple[int, ...]] = {}
@@ -63,7 +63,7 @@ def run(
     for stream in streams:
         device.texts[stream] = list(stream.tokens)
         plans.add(stream)
-    sent = Plan()
+    sent = StepPlan()
     while plans.unfinished:
         plan = plans.schedule(0.0)
         device.run(plan)

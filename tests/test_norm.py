@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vishwamai import ShapeError, UnsupportedError, explain, kernel_config, layer_norm, rms_norm
-from vishwamai.aot.tuning.steps import neighbours
+from vishwamai.aot.tuning.variations import neighbours
 from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import TPUS
 from vishwamai.core.observe import record_plans

@@ -19,7 +19,7 @@ from vishwamai.core.hlo import parse_module
 from vishwamai.models import Decoder
 from vishwamai.parallel.pipeline.ticks import COLUMNS
 from vishwamai.planning.memory.analytic import CLASSES, Breakdown, described, training_memory
-from vishwamai.planning.memory.stages import microbatches_kept, stretch
+from vishwamai.planning.memory.pipeline_buffers import microbatches_kept, stretch
 from vishwamai.planning.search.advice import alternatives
 from vishwamai.planning.search.plan import candidates, plan_training
 from vishwamai.planning.time.program_time import time_program

@@ -17,7 +17,7 @@ from vishwamai.core.hardware import TPUS
 from vishwamai.core.jax_errors import out_of_memory_named
 from vishwamai.kernels import cpu_kernel, profile_kernel, tpu_kernel
 from vishwamai.measure import peaks, profiling
-from vishwamai.measure.program import measure_compiled
+from vishwamai.measure.measurement import measure_compiled
 
 
 def names(profile):

@@ -19,7 +19,7 @@ import test_transforms
 from toy_ops.soft_clip import SOFT_CLIP, soft_clip
 from vishwamai import aot
 from vishwamai.aot.compile import gpu_survey
-from vishwamai.aot.compile.program import tracing_for
+from vishwamai.aot.compile.compiled import tracing_for
 from vishwamai.aot.tuning import tuner
 from vishwamai.bench import runner
 from vishwamai.cli import main

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from vishwamai import aot
-from vishwamai.aot.compile.program import tracing_for
+from vishwamai.aot.compile.compiled import tracing_for
 from vishwamai.aot.tuning import tables
 from vishwamai.aot.tuning.recheck import STALE, Recheck, recheck
 from vishwamai.aot.tuning.tuner import Search

@@ -6,9 +6,9 @@ needs a TPU.
 """
 
 from vishwamai.aot.compile.check import Report, check
+from vishwamai.aot.compile.compiled import Compiled, Cost, Memory, compile_for, place
 from vishwamai.aot.compile.diagnose import CompilerProblem
 from vishwamai.aot.compile.libtpu import has_libtpu, mesh_for, versions
-from vishwamai.aot.compile.program import Compiled, Cost, Memory, compile_for, place
 from vishwamai.aot.schedule.inspection import Inspection, KernelSchedule, inspect, inspect_many
 
 __all__ = [

@@ -15,9 +15,9 @@ from jax import export
 from jax.sharding import NamedSharding
 
 from vishwamai.aot.compile import child, libtpu, live_ranges
+from vishwamai.aot.compile.compiled import Compiled, described, memory_of
 from vishwamai.aot.compile.diagnose import find_problem, from_compiler, translate
 from vishwamai.aot.compile.options import trials
-from vishwamai.aot.compile.program import Compiled, described, memory_of
 from vishwamai.aot.compile.traced import read_sharding
 from vishwamai.aot.schedule.twins import twins
 from vishwamai.core.errors import KernelError

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core import ffi, hardware
+from vishwamai.core.call_plan import Implementation
 from vishwamai.core.errors import KernelError, UnsupportedError
 from vishwamai.core.hardware.nodes import memory_nodes
-from vishwamai.core.plan import Implementation
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.core.target import Target
 

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from vishwamai.core import automatic_axes, observe, sharding
+from vishwamai.core.call_plan import CallPlan, Choice
 from vishwamai.core.config import local_platform
 from vishwamai.core.gradients import autodiff_backward, is_float, map_fields
-from vishwamai.core.plan import CallPlan, Choice
 from vishwamai.core.promotion import by_default
 
 _ONLY = jax.make_user_context(default_value=None)

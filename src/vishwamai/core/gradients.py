@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vishwamai.core.plan import FORWARD, with_arguments
+from vishwamai.core.call_plan import FORWARD, with_arguments
 
 
 def is_float(x: Any) -> bool:

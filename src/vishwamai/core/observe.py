@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from vishwamai.core.plan import CallPlan
+from vishwamai.core.call_plan import CallPlan
 
 
 class Observer:

@@ -27,9 +27,9 @@ from vishwamai.core import (
     sharding,
     tuning,
 )
+from vishwamai.core.call_plan import CallPlan, Choice, Implementation, S
 from vishwamai.core.config import KernelConfig, ambient_target, check_block_size, current_config
 from vishwamai.core.errors import DeviceError, FallbackWarning, KernelError, UnsupportedError, VishwamaiError
-from vishwamai.core.plan import CallPlan, Choice, Implementation, S
 from vishwamai.core.spec import SYMBOLIC, is_symbolic
 from vishwamai.core.target import Target
 

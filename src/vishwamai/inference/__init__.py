@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from vishwamai.inference.engine import Engine, Request
     from vishwamai.inference.limits import Limits
     from vishwamai.inference.loading import Load, plan_load
-    from vishwamai.inference.mesh import serving_rules
     from vishwamai.inference.sampling import Sampling
     from vishwamai.inference.server.app import make_app
     from vishwamai.inference.server.settings import Settings
+    from vishwamai.inference.sharding import serving_rules
 
 _MODULES = {
     "Answer": "answers",
@@ -35,7 +35,7 @@ _MODULES = {
     "Settings": "server.settings",
     "make_app": "server.app",
     "plan_load": "loading",
-    "serving_rules": "mesh",
+    "serving_rules": "sharding",
 }
 
 __all__ = [

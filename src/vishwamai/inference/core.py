@@ -27,9 +27,9 @@ from vishwamai.inference.pace import Pace
 from vishwamai.inference.programs import Programs
 from vishwamai.inference.requests import Branch, Request, Statistics
 from vishwamai.inference.sampling import NO_TOKEN, Sampled
-from vishwamai.inference.scheduler import Plan, Scheduler, Stream, Work
+from vishwamai.inference.scheduler import Scheduler, StepPlan, Stream, Work
 from vishwamai.inference.speculative import accepted, lookup
-from vishwamai.inference.steps import Sent, logprobs_of, send
+from vishwamai.inference.step_arrays import Sent, logprobs_of, send
 
 _LOG = logging.getLogger(__name__)
 _MOST_FAILURES = 3
@@ -174,7 +174,7 @@ class EngineCore:
         most = min(most, self.programs.drafts)
         return lookup(stream.tokens, most) if self.programs.draft is None else (UNREAD,) * most
 
-    def _send(self, plan: Plan, works: dict[Work, np.ndarray | None]) -> Sent:
+    def _send(self, plan: StepPlan, works: dict[Work, np.ndarray | None]) -> Sent:
         admitted = [stream for stream in plan.admitted if not stream.finished]
         self.statistics.cached_tokens += sum(stream.cached for stream in admitted if stream.preemptions == 0)
         self.statistics.steps += 1

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.inference.mesh import gathered
 from vishwamai.inference.sampling import Proposals, Rows, propose
+from vishwamai.inference.sharding import gathered
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import PagedBatch
 from vishwamai.models.rotation import rotation_switch

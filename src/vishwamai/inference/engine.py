@@ -26,7 +26,6 @@ from vishwamai.inference.core import EngineCore
 from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.memory import default_states, ring_pages, rings_of
-from vishwamai.inference.mesh import mesh_of, place_model
 from vishwamai.inference.pages import PagePool
 from vishwamai.inference.pools import calibration_tokens, kv_dtype_of, make_pools
 from vishwamai.inference.programs import COMPILE, Programs
@@ -34,6 +33,7 @@ from vishwamai.inference.prompts import Prompts
 from vishwamai.inference.requests import Request
 from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scheduler import Scheduler
+from vishwamai.inference.sharding import mesh_of, place_model
 from vishwamai.inference.threads import roomy_stack
 from vishwamai.models import Decoder
 from vishwamai.models.adapters import AdapterSizes

@@ -20,9 +20,9 @@ from vishwamai.core.optimization import Optimization
 from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.memory import default_states, page_bytes, ring_pages, rings_of, state_bytes, weight_bytes
-from vishwamai.inference.mesh import serving_mesh, serving_rules
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.prompts import Prompts
+from vishwamai.inference.sharding import serving_mesh, serving_rules
 from vishwamai.models.adapters import AdapterSizes
 from vishwamai.models.attend import NO_STEPS
 from vishwamai.models.config import ModelConfig, read_config

@@ -14,7 +14,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import QTensor, bits
 from vishwamai.core.quantized.packed_qtensor import has_kernel
 from vishwamai.inference.limits import Limits
-from vishwamai.inference.mesh import logical_rules, pool_sharding
+from vishwamai.inference.sharding import logical_rules, pool_sharding
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import has_states, page_shapes, pages_of, window_rings
 from vishwamai.models.parameters import Parameter, parameter_path, top_parameters

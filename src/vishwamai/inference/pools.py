@@ -17,7 +17,7 @@ import numpy as np
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.inference import kept_programs
-from vishwamai.inference.mesh import gathered, on_mesh, place_pool
+from vishwamai.inference.sharding import gathered, on_mesh, place_pool
 from vishwamai.models.minilm import sentences
 from vishwamai.models.pages import PagedBatch, QuantizedPages, page_shapes, pages_of, with_pages
 

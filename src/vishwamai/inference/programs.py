@@ -23,9 +23,9 @@ from vishwamai.core.qtensor import bits
 from vishwamai.inference import kept_programs
 from vishwamai.inference.drafting import draft_step
 from vishwamai.inference.limits import Limits
-from vishwamai.inference.mesh import gathered, on_mesh, replicated
 from vishwamai.inference.pools import zeros
 from vishwamai.inference.sampling import Proposals, Rows, Sampled, all_allowed, empty_rows, sample
+from vishwamai.inference.sharding import gathered, on_mesh, replicated
 from vishwamai.models import Decoder, PagedBatch
 from vishwamai.models.adapters import AdapterSizes, adapt
 from vishwamai.models.pages import has_states
@@ -121,7 +121,7 @@ def _place(history: Any, slot: Any, start: Any, tokens: Any) -> Any:
     return history.at[slot, start + jnp.arange(tokens.shape[0])].set(tokens, mode="drop")
 
 
-class Program:
+class CompiledFunction:
     """A function that is compiled once, for the arguments of one shape: by `compile`, or by its first call.
 
     Args:
@@ -247,17 +247,17 @@ class Programs:
 
         def program(
             name: str, early: bool, function: Callable[..., Any], donated: int | tuple[int, ...], *arguments: Any
-        ) -> Program:
-            compiled_program = Program(name, jax.jit(function, donate_argnums=donated), mesh, kernels, report)
+        ) -> CompiledFunction:
+            compiled_program = CompiledFunction(name, jax.jit(function, donate_argnums=donated), mesh, kernels, report)
             if early or not lazy:
                 compiled_program.compile(*arguments)
                 self.from_cache += compiled_program.from_cache
             return compiled_program
 
-        self._forward: dict[StepShape, Program] = {}
-        self._draw: dict[int, Program] = {}
-        self._checked: dict[StepShape, Program] = {}
-        self._propose: dict[StepShape, Program] = {}
+        self._forward: dict[StepShape, CompiledFunction] = {}
+        self._draw: dict[int, CompiledFunction] = {}
+        self._checked: dict[StepShape, CompiledFunction] = {}
+        self._propose: dict[StepShape, CompiledFunction] = {}
         for shape in self.shapes:
             name = f"step of {shape.tokens} tokens, {shape.sequences} sequences"
             function = partial(_forward, shape=shape, mesh=mesh, sizes=sizes)

@@ -95,7 +95,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """A step: its work, in the order of the batch, and whom planning it admitted, preempted and ended."""
 
     works: tuple[Work, ...] = ()
@@ -170,7 +170,7 @@ class Scheduler:
         self.limits.check(stream.prompt_length, stream.max_length, self.pool.num_pages)
         bisect.insort(self.waiting, stream, key=lambda s: s.rank)
 
-    def schedule(self, now: float, drafts: Callable[[Stream, int], Sequence[int]] = _no_drafts) -> Plan:
+    def schedule(self, now: float, drafts: Callable[[Stream, int], Sequence[int]] = _no_drafts) -> StepPlan:
         """Decides the next step and counts it as sent off.
 
         Args:
@@ -198,7 +198,7 @@ class Scheduler:
         admitted = [] if preempted else self._admit(budget, counts, preempted)
         guesses = self._guesses(counts, drafts)
         works = tuple(self._send(stream, count, guesses.get(stream, ())) for stream, count in counts.items())
-        return Plan(works, tuple(admitted), tuple(preempted), tuple(expired))
+        return StepPlan(works, tuple(admitted), tuple(preempted), tuple(expired))
 
     def read(self, stream: Stream, tokens: Sequence[int]) -> None:
         """What a step sampled for a stream: one token, or the accepted guesses and the token after them."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
+from vishwamai.measure.measurement import compute_dtype, pass_flops
 from vishwamai.measure.peaks import Peaks
 from vishwamai.measure.profiling import pass_of, trace_passes
-from vishwamai.measure.program import compute_dtype, pass_flops
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import vishwamai
+from vishwamai.measure.measurement import measure, undisturbed
 from vishwamai.measure.peaks import Peaks, published_peaks
-from vishwamai.measure.program import measure, undisturbed
 from vishwamai.measure.timing import side_by_side
 
 _QUICK_SIZE, _SIZE = 1024, 2048

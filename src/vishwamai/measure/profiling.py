@@ -23,13 +23,11 @@ from jax.interpreters import mlir
 
 from vishwamai.core import observe
 from vishwamai.core.arguments import described
+from vishwamai.core.call_plan import CallPlan
 from vishwamai.core.config import ambient_target, current_config
 from vishwamai.core.errors import KernelError
-from vishwamai.core.plan import CallPlan
 from vishwamai.measure.machine_peaks import local_peaks
-from vishwamai.measure.peaks import Peaks
-from vishwamai.measure.profile import Profile, ProfileRow
-from vishwamai.measure.program import (
+from vishwamai.measure.measurement import (
     Measured,
     compute_dtype,
     measure_compiled,
@@ -38,6 +36,8 @@ from vishwamai.measure.program import (
     undisturbed,
     work,
 )
+from vishwamai.measure.peaks import Peaks
+from vishwamai.measure.profile import Profile, ProfileRow
 
 
 @contextlib.contextmanager

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vishwamai.models.checkpoint import from_pretrained, save_pretrained
     from vishwamai.models.config import ModelConfig, read_config
+    from vishwamai.models.cpu_weights import pack_weights
     from vishwamai.models.decoder import Decoder
     from vishwamai.models.embedding import SentenceEncoder
     from vishwamai.models.generation import GenerationConfig, read_generation_config
     from vishwamai.models.layers.layer import LayerKind as LayerKind
-    from vishwamai.models.packing import pack_weights
     from vishwamai.models.pages import PagedBatch as PagedBatch
     from vishwamai.models.pages import page_shapes as page_shapes
     from vishwamai.models.pooling import Pooling
@@ -35,7 +35,7 @@ _MODULES = {
     "SentenceEncoder": "embedding",
     "Tokenizer": "tokenizer",
     "from_pretrained": "checkpoint",
-    "pack_weights": "packing",
+    "pack_weights": "cpu_weights",
     "page_shapes": "pages",
     "read_config": "config",
     "read_generation_config": "generation",

@@ -19,7 +19,6 @@ from vishwamai.ops.moe.exchange.placement import ExpertPlacement, PlacementChang
 from vishwamai.ops.moe.exchange.times import ExchangeEstimate, estimate_exchange
 from vishwamai.parallel.adaptive import AdaptiveSharding, ArrayChoice, adaptive_sharding
 from vishwamai.parallel.data_parallel import DataParallelConfig, configure_data_parallel
-from vishwamai.parallel.layout import KernelLayout, MemoryLayout, optimize_kernel_layout, optimize_memory_layout
 from vishwamai.parallel.mesh import configure_tpu_mesh, make_mesh
 from vishwamai.parallel.overlap import OverlapEstimate, estimate_overlap
 from vishwamai.parallel.pipeline.actions import Action, Schedule, with_transfers
@@ -33,6 +32,7 @@ from vishwamai.parallel.products import all_gather_gated_linear_unit, all_gather
 from vishwamai.parallel.rules import LogicalRules, shardings
 from vishwamai.parallel.shard import shard
 from vishwamai.parallel.tensor import copy_to_shards, sum_of_shards
+from vishwamai.parallel.weight_layout import KernelLayout, MemoryLayout, optimize_kernel_layout, optimize_memory_layout
 
 __all__ = [
     "Action",

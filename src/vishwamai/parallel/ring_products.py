@@ -23,8 +23,8 @@ from vishwamai.ops.gated.spec import SIGNATURE as GATED_SIGNATURE
 from vishwamai.ops.gated.spec import Operands as GatedOperands
 from vishwamai.ops.gated.spec import describe
 from vishwamai.ops.matmul import MATMUL, gemm
+from vishwamai.ops.matmul.batch_layout import make_spec, signature
 from vishwamai.ops.matmul.epilogue import derivative
-from vishwamai.ops.matmul.layout import make_spec, signature
 from vishwamai.ops.matmul.spec import Operands
 from vishwamai.parallel.ring_pieces import RingPieces
 

@@ -30,7 +30,7 @@ from vishwamai.core.progress import Progress
 from vishwamai.core.target import Target
 from vishwamai.measure.flops import ProgramFlops, program_flops
 from vishwamai.measure.machine_peaks import local_peaks
-from vishwamai.measure.program import undisturbed
+from vishwamai.measure.measurement import undisturbed
 from vishwamai.measure.trace import OperationTime, operation_times, record_trace, why_no_trace
 from vishwamai.performance.profile_results import ProfileResults, TargetEstimate
 from vishwamai.performance.usage import counted_peak, planned_memory

@@ -11,8 +11,8 @@ from vishwamai.core.arguments import described
 from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import KernelError
 from vishwamai.core.target import Target
-from vishwamai.rewrite.program import rewritten, size
 from vishwamai.rewrite.report import XlaReport
+from vishwamai.rewrite.rewriter import rewritten, size
 
 
 def optimize_xla_compilation(

@@ -11,7 +11,7 @@ from torch import Tensor
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.spec import array_spec
 from vishwamai.ops.matmul.api import MATMUL
-from vishwamai.ops.matmul.layout import make_spec, signature
+from vishwamai.ops.matmul.batch_layout import make_spec, signature
 from vishwamai.ops.matmul.packed import packed_operands
 from vishwamai.ops.matmul.quantized import check_quantized
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs, compute_dtype

@@ -181,7 +181,7 @@ def tune(
     """
     if not isinstance(passes, str) or passes not in get_args(Passes):
         raise KernelError(f"tune: `passes` is {passes!r}; pass {', '.join(map(repr, get_args(Passes)))}.")
-    from vishwamai.aot.tuning import steps, tables
+    from vishwamai.aot.tuning import tables, variations
     from vishwamai.aot.tuning.climb import climb
 
     def run() -> Any:
@@ -217,8 +217,8 @@ def tune(
                 continue
             search = _Search(kernel, run, timer, budget)
             start = choice.implementation.heuristic(spec, choice.target) if config is None else config
-            paths = [path for of, paths in steps.passes(start).items() if of in requested for path in paths]
-            outcome = climb(start, search.evaluate, functools.partial(steps.single_changes, paths=paths), MARGIN)
+            paths = [path for of, paths in variations.passes(start).items() if of in requested for path in paths]
+            outcome = climb(start, search.evaluate, functools.partial(variations.single_changes, paths=paths), MARGIN)
             if outcome is None:
                 raise KernelError(
                     f"tune: {kernel[0]} does not run with the heuristic's own config: {search.rejected[-1]}"

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 import vishwamai
 from vishwamai.core.numbers import human
-from vishwamai.measure.program import program_bytes
+from vishwamai.measure.measurement import program_bytes
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.data import Corpus
 

@@ -16,7 +16,7 @@ from vishwamai.core.config import local_platform
 from vishwamai.core.execute import only_for
 from vishwamai.core.hardware import tpu_for
 from vishwamai.core.types import PyTree
-from vishwamai.measure.program import program_bytes
+from vishwamai.measure.measurement import program_bytes
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.data import Batch, Corpus, prepare, training_batches
 from vishwamai.training.exported import export, export_adapter, files_next_to_weights

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from vishwamai.aot.compile.compiled import Compiled, compile_for
 from vishwamai.aot.compile.diagnose import CompilerProblem, find_problem
-from vishwamai.aot.compile.program import Compiled, compile_for
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import KernelError, VishwamaiError
 from vishwamai.core.hardware import TpuChip

@@ -20,8 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.child import Question
+from vishwamai.aot.compile.compiled import in_words, place, tracing_for
 from vishwamai.aot.compile.known import scalar_operands
-from vishwamai.aot.compile.program import in_words, place, tracing_for
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.installing import install_line
 from vishwamai.core.target import Target

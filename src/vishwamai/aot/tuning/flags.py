@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from vishwamai.aot.compile.compiled import Memory
 from vishwamai.aot.compile.options.ask import ask
 from vishwamai.aot.compile.options.config import RuntimeConfig, configure_runtime_options, option_text
 from vishwamai.aot.compile.options.table import TPU_OPTIONS
-from vishwamai.aot.compile.program import Memory
 from vishwamai.aot.compile.traced import Program
 from vishwamai.aot.schedule.dump import dump_many
 from vishwamai.aot.schedule.inspection import Inspection, check_one_device, prepare, schedule_of

@@ -19,11 +19,11 @@ import jax
 import numpy as np
 
 from vishwamai.aot.compile import libtpu
-from vishwamai.aot.compile.program import tracing_for
+from vishwamai.aot.compile.compiled import tracing_for
 from vishwamai.aot.schedule import inspection
 from vishwamai.aot.tuning import tables
 from vishwamai.aot.tuning.climb import climb
-from vishwamai.aot.tuning.steps import abreast, adopt, kernels, neighbours, passes
+from vishwamai.aot.tuning.variations import abreast, adopt, kernels, neighbours, passes
 from vishwamai.core import tuning
 from vishwamai.core.cases import Case
 from vishwamai.core.config import kernel_config

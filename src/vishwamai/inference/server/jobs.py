@@ -13,7 +13,6 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.inference.barred import Barred
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.guided import Grammar
-from vishwamai.inference.mesh import mesh_of
 from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scoring import Scorer
 from vishwamai.inference.server import forms, schema, tools
@@ -23,6 +22,7 @@ from vishwamai.inference.server.pieces import Pieces
 from vishwamai.inference.server.reading import Reader
 from vishwamai.inference.server.replies import Prompt, Reply
 from vishwamai.inference.server.settings import Settings
+from vishwamai.inference.sharding import mesh_of
 from vishwamai.inference.thinking import Thinking
 
 _OFFERED = ("name", "description", "parameters")

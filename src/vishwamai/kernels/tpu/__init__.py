@@ -7,8 +7,8 @@ from vishwamai.core.precision import PrecisionConfig
 from vishwamai.kernels.decorators import tpu_kernel
 from vishwamai.kernels.functions import block_sparse, flash_attention, gemm, layer_norm
 from vishwamai.kernels.tpu.classes import TPUAttentionKernel, TPUGEMMKernel, TPULayerNormKernel
-from vishwamai.kernels.tpu.layout import from_tiled_layout, to_tiled_layout
 from vishwamai.kernels.tpu.register import register_tpu_op
+from vishwamai.kernels.tpu.tiled_layout import from_tiled_layout, to_tiled_layout
 from vishwamai.parallel import validate_sharding
 
 __all__ = [

@@ -14,10 +14,10 @@ from jax import lax
 
 from vishwamai.core import observe
 from vishwamai.core.arguments import checked
+from vishwamai.core.call_plan import CallPlan
 from vishwamai.core.config import cast_for_matmul, current_config
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.op import Op
-from vishwamai.core.plan import CallPlan
 from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve_precision
 from vishwamai.core.sharding import explicit_mesh, mesh_axis_size
 from vishwamai.core.signature import array_specs, public_call

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from vishwamai.core import dims, execute, ffi, observe
+from vishwamai.core.call_plan import CallPlan
 from vishwamai.core.config import ambient_target
 from vishwamai.core.jax_private import is_linearized
-from vishwamai.core.plan import CallPlan
 from vishwamai.core.promotion import by_default
 from vishwamai.core.sharding import Axes, explicit_mesh, partitioned
 from vishwamai.ops.loss.compose import compose

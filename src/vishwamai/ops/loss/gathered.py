@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from vishwamai.core import execute, sharding
+from vishwamai.core.call_plan import CallPlan
 from vishwamai.core.numbers import divisors
-from vishwamai.core.plan import CallPlan
 from vishwamai.core.promotion import by_default
 from vishwamai.ops.loss.spec import Operands, Outputs
 

@@ -19,9 +19,9 @@ from vishwamai.core.quantized.packed_product import packed_product
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import as_array, as_jax_dtype
+from vishwamai.ops.matmul.batch_layout import make_spec, signature
 from vishwamai.ops.matmul.cpu import NATIVE
 from vishwamai.ops.matmul.gpu import TRITON
-from vishwamai.ops.matmul.layout import make_spec, signature
 from vishwamai.ops.matmul.packed import packed_gemm
 from vishwamai.ops.matmul.packed_weight import PackedWeight
 from vishwamai.ops.matmul.quantized import unpack

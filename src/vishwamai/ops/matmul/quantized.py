@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import QTensor, check_symmetric, undifferentiable
-from vishwamai.ops.matmul.layout import BlockScales
+from vishwamai.ops.matmul.batch_layout import BlockScales
 
 
 def unpack(a: Any, b: Any, transpose_a: bool, transpose_b: bool, scale_a: Any, scale_b: Any) -> tuple[Any, ...]:

@@ -29,8 +29,8 @@ from vishwamai.models import ModelConfig
 from vishwamai.models.pages import states_of
 from vishwamai.ops.loss.gathered import PIECE_BYTES
 from vishwamai.planning.exchange import experts_room, rows_in_pieces
+from vishwamai.planning.memory.pipeline_buffers import Slot, slot_of
 from vishwamai.planning.memory.residuals import residual_bytes, share_of
-from vishwamai.planning.memory.stages import Slot, slot_of
 from vishwamai.planning.serving import Serving, size
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import MeshSection, TrainConfig

@@ -16,7 +16,7 @@ from vishwamai.bench.runner import BenchSettings, CaseMeasurement, PeakMeter, St
 from vishwamai.core.hardware import TpuChip, tpu_for
 from vishwamai.measure.flops import program_flops
 from vishwamai.measure.machine_peaks import measure_machine
-from vishwamai.measure.program import measure
+from vishwamai.measure.measurement import measure
 from vishwamai.ops.catalogue import specs_of
 from vishwamai.planning.time.calibration import Calibration, Row
 

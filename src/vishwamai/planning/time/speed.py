@@ -25,7 +25,7 @@ from vishwamai.planning.memory.analytic import (
     split_parameters,
     training_memory,
 )
-from vishwamai.planning.memory.stages import microbatches_kept, stretch
+from vishwamai.planning.memory.pipeline_buffers import microbatches_kept, stretch
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.flops import flops_per_token

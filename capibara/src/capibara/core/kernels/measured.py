@@ -20,7 +20,7 @@ from vishwamai.core.jax_errors import out_of_memory_named
 from vishwamai.core.observe import record_plans
 from vishwamai.kernels import KernelConfig, KernelError, kernel_config
 from vishwamai.kernels.decorators import Kernel, translated
-from vishwamai.measure.program import work
+from vishwamai.measure.measurement import work
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from vishwamai.core import observe
+from vishwamai.core.call_plan import CallPlan
 from vishwamai.core.jax_errors import out_of_memory_named
-from vishwamai.core.plan import CallPlan
 
 
 @dataclasses.dataclass(frozen=True)
