@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import Any
 
 
@@ -34,3 +35,22 @@ class Weight(abc.ABC):
     @abc.abstractmethod
     def grouped(self, x: Any, group_sizes: Any) -> Any:
         """Rows `[rows, in]`, sorted by expert, with their expert's matrix: `[rows, out]` in the dtype of `x`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WrappedWeight(Weight):
+    """Base of a weight that multiplies another one, with a rule of its own around the product.
+
+    Attributes:
+      weight: `[in, out]`, or `[experts, in, out]`: an array, or what stands for it.
+    """
+
+    weight: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.weight.dtype

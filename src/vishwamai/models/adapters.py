@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.core.weight import Weight
+from vishwamai.core.weight import WrappedWeight
 from vishwamai.models.blocks import linear
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.shards import read_header
@@ -127,7 +127,7 @@ def _scale(settings: Mapping[str, Any], module: str, rank: int, path: Path) -> f
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AdaptedWeight(Weight):
+class AdaptedWeight(WrappedWeight):
     """A weight with the matrices of several adapters.
 
     Attributes:
@@ -136,18 +136,9 @@ class AdaptedWeight(Weight):
       chosen: `[tokens, columns]`, 1 where a column is of the token's adapter, and 0 elsewhere.
     """
 
-    weight: Any
     down: Any
     up: Any
     chosen: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.weight.dtype
 
     def product(self, x: Any, out_dtype: Any) -> Any:
         base = linear(x, self.weight, out_dtype=jnp.float32)

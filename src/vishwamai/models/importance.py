@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from vishwamai.core.weight import Weight
+from vishwamai.core.weight import WrappedWeight
 from vishwamai.models.blocks import linear
 from vishwamai.models.checkpoint import parameter_variables
 
@@ -38,19 +38,10 @@ class _Squares:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ObservedWeight(Weight):
+class _ObservedWeight(WrappedWeight):
     """A weight that adds up the squares of what it is multiplied with; outside of `jax.jit` only."""
 
-    weight: Any
     squares: _Squares
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.weight.dtype
 
     def product(self, x: Any, out_dtype: Any) -> Any:
         self.squares.add(x)

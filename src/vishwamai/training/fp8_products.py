@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import vishwamai
-from vishwamai.core.weight import Weight
+from vishwamai.core.weight import WrappedWeight
 
 Scaling = Literal["delayed", "current", "block"]
 
@@ -45,26 +45,17 @@ class Recipe:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("weight", "scales"), meta_fields=("recipe",))
 @dataclasses.dataclass(frozen=True)
-class FP8Weight(Weight):
+class FP8Weight(WrappedWeight):
     """A matrix whose products are those of 8-bit floats.
 
     Attributes:
-      weight: `[in, out]`, or `[experts, in, out]`, in the dtype of the parameters.
+      weight: matrix or matrices in the dtype of the parameters.
       scales: scales of `TENSORS`, float32 scalars, or empty.
       recipe: rounding of the operands.
     """
 
-    weight: Any
     scales: dict[str, Any]
     recipe: Recipe
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.weight.dtype
 
     def product(self, x: Any, out_dtype: Any) -> Any:
         form = _Form(self.recipe, x.dtype, self.weight.dtype, jnp.dtype(out_dtype))
