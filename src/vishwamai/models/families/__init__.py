@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from vishwamai.models.families.cohere import COHERE
 from vishwamai.models.families.conv import CONV
+from vishwamai.models.families.corrected_experts import CORRECTED_MIXTURES
 from vishwamai.models.families.delta import DELTA
 from vishwamai.models.families.dense import DENSE
 from vishwamai.models.families.experts import MIXTURES
@@ -29,6 +30,7 @@ FAMILIES: Mapping[str, Family] = {
     **GEMMA,
     **POSITION,
     **MIXTURES,
+    **CORRECTED_MIXTURES,
     **SPARSE,
     **LLAMA4,
     **LATENT,
