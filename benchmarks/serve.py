@@ -40,7 +40,7 @@ import numpy as np
 
 if TYPE_CHECKING:  # other contestants run where this package is not
     from vishwamai.inference import Engine, Request
-    from vishwamai.inference.loading import Load
+    from vishwamai.inference.load import Load
 
 FORMATS = ("bf16", "f32", "int8", "int4", "fp8")
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -259,7 +259,7 @@ def gaps(driven: DrivenEngine, prompt: int, vocab: int, arrivals: bool) -> dict[
     for step in range(200):
         if arrivals and step % 20 == 0:
             driven.start(4 + step, random.integers(0, vocab, 2048).tolist(), room=8)
-        have = min(len(driven._drawn[i]) for i in range(4))
+        have = min(len(driven._sampled[i]) for i in range(4))
         began = time.perf_counter()
         driven.advance(range(4), have + 1)
         times.append(time.perf_counter() - began)

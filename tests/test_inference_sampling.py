@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.inference import logits as logits_module
 from vishwamai.inference import sampling
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.sampling import Sampling, all_allowed, empty_rows, sample, set_row
@@ -119,17 +120,22 @@ def test_a_row_costs_a_cpu_what_it_needs(monkeypatch):
     """
     turns: collections.Counter[str] = collections.Counter()
 
-    def count(name):
-        function = getattr(sampling, name)
+    def count(module, name):
+        function = getattr(module, name)
 
         def counted(*args):
             jax.debug.callback(functools.partial(turns.update, [name]))
             return function(*args)
 
-        monkeypatch.setattr(sampling, name, counted)
+        monkeypatch.setattr(module, name, counted)
 
-    for name in ("_noise", "_largest", "_logprobs", "_penalized"):
-        count(name)
+    for module, name in (
+        (sampling, "_noise"),
+        (logits_module, "_largest"),
+        (sampling, "_logprobs"),
+        (sampling, "penalized"),
+    ):
+        count(module, name)
     rows = empty_rows(16, 16, VOCAB)
     rows.slot[:], rows.position[:], rows.seed[:] = np.arange(16), 8, np.arange(16)
     needs = (
@@ -147,7 +153,7 @@ def test_a_row_costs_a_cpu_what_it_needs(monkeypatch):
     got = jax.jit(lambda *of: sample(*of))(logits, rows, history, allowed)
     jax.effects_barrier()
     if jax.default_backend() == "cpu":
-        assert turns == {"_noise": 3, "_largest": 3, "_logprobs": 1, "_penalized": 1}
+        assert turns == {"_noise": 3, "_largest": 3, "_logprobs": 1, "penalized": 1}
     at_once = sampling._sampled(
         jnp.asarray(logits), jax.tree.map(jnp.asarray, rows), history, jnp.asarray(allowed), None
     )

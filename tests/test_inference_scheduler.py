@@ -15,7 +15,8 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.inference.drafting import UNREAD
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.pages import PagePool
-from vishwamai.inference.scheduler import Scheduler, StepPlan, Stream
+from vishwamai.inference.scheduler import Scheduler, StepPlan
+from vishwamai.inference.streams import Stream
 
 LIMITS = Limits(max_sequences=3, max_tokens=7, max_length=24, page_size=2, aging=2.0)
 PAGES = 14

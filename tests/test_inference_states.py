@@ -11,8 +11,9 @@ import pytest
 from vishwamai import UnsupportedError
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.pages import PagePool
-from vishwamai.inference.scheduler import Scheduler, StepPlan, Stream
+from vishwamai.inference.scheduler import Scheduler, StepPlan
 from vishwamai.inference.server.jobs import shared_beginning
+from vishwamai.inference.streams import Stream
 
 LIMITS = Limits(max_sequences=3, max_tokens=12, max_length=64, page_size=4, state_pages=3)
 

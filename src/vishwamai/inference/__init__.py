@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from vishwamai.inference.embedding import Embedder
     from vishwamai.inference.engine import Engine, Request
     from vishwamai.inference.limits import Limits
-    from vishwamai.inference.loading import Load, plan_load
+    from vishwamai.inference.load import Load
+    from vishwamai.inference.loading import plan_load
     from vishwamai.inference.sampling import Sampling
     from vishwamai.inference.server.app import make_app
     from vishwamai.inference.server.settings import Settings
@@ -29,7 +30,7 @@ _MODULES = {
     "Embedder": "embedding",
     "Engine": "engine",
     "Limits": "limits",
-    "Load": "loading",
+    "Load": "load",
     "Request": "engine",
     "Sampling": "sampling",
     "Settings": "server.settings",

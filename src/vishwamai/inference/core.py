@@ -27,9 +27,10 @@ from vishwamai.inference.pace import Pace
 from vishwamai.inference.programs import Programs
 from vishwamai.inference.requests import Branch, Request, Statistics
 from vishwamai.inference.sampling import NO_TOKEN, Sampled
-from vishwamai.inference.scheduler import Scheduler, StepPlan, Stream, Work
+from vishwamai.inference.scheduler import Scheduler, StepPlan
 from vishwamai.inference.speculative import accepted, lookup
 from vishwamai.inference.step_arrays import Sent, logprobs_of, send
+from vishwamai.inference.streams import Stream, Work
 
 _LOG = logging.getLogger(__name__)
 _MOST_FAILURES = 3

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vishwamai.core.errors import DeviceError
-from vishwamai.inference.loading import Load, plan_load
+from vishwamai.inference.load import Load
+from vishwamai.inference.loading import plan_load
 from vishwamai.models.config import read_config
 
 COMMON, FEWEST, SHORTEST = 4096, 4, 512

@@ -46,10 +46,10 @@ class PagePool:
 
     def __init__(self, num_pages: int, shared: bool = True):
         self.num_pages, self.shared = num_pages, shared
-        self._holders = [0] * num_pages
-        self._blank = list(reversed(range(num_pages)))
+        self._holders = [0] * num_pages  # number of sequences that hold each page
+        self._blank = list(reversed(range(num_pages)))  # a stack: page 0 is taken first
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
-        self._page_of: dict[bytes, int] = {}
+        self._page_of: dict[bytes, int] = {}  # published pages: inverse of `_digest_of`
         self._digest_of: dict[int, bytes] = {}
 
     @property
@@ -78,7 +78,7 @@ class PagePool:
 
     def take(self, count: int) -> list[int] | None:
         """`count` pages for one holder, blank ones first, then the longest unused; None if there are fewer."""
-        if count > self.available:
+        if count > self.available:  # all or none: a sequence with a part of its pages could not run
             return None
         pages = []
         for _ in range(count):
@@ -109,12 +109,14 @@ class PagePool:
         """`cached`, with one more holder for each page."""
         pages = self.cached(digests)
         for page in pages:
-            self._idle.pop(page, None)
+            self._idle.pop(page, None)  # a held page cannot be evicted
             self._holders[page] += 1
         return pages
 
     def publish(self, page: int, digest: bytes) -> None:
         """Makes a held page, now full, known by its digest; where another page has that digest, nothing changes."""
+        # Two sequences may compute the same page at once: the first one stays known, the other becomes blank at its
+        # end.
         if self.shared and page not in self._digest_of and digest not in self._page_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest

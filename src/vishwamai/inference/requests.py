@@ -11,7 +11,7 @@ import numpy as np
 from vishwamai.inference.adapters import Adapter
 from vishwamai.inference.answers import Delta, Writer
 from vishwamai.inference.sampling import Sampling
-from vishwamai.inference.scheduler import Stream
+from vishwamai.inference.streams import Stream
 
 
 @dataclasses.dataclass(eq=False)

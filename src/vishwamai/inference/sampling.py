@@ -1,8 +1,7 @@
 """How the next token is chosen: the options of a request, and their arithmetic on the device.
 
 The order is that of Hugging Face's processors: logit bias, penalties, the grammar's mask, temperature, top-k, top-p,
-min-p, a draw. No vocab is sorted: a row's threshold is found by bisection over the 32 bits of a float, exact, with as
-many comparisons for a vocab of any size. The draw is Gumbel-max (argmax of logits plus Gumbel noise) with the key
+min-p (`logits.py`), a draw. The draw is Gumbel-max (argmax of logits plus Gumbel noise) with the key
 `fold_in(fold_in(key(seed), choice), position)`, so it depends on the request alone and on nothing else in the batch.
 
 An accelerator computes all rows at once, and what one row needs is computed for all. A CPU computes one row after
@@ -23,6 +22,7 @@ from jax import lax
 
 from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import ShapeError
+from vishwamai.inference.logits import argmax, penalized, shaped
 
 if TYPE_CHECKING:
     from jax import Array
@@ -273,8 +273,8 @@ def _sampled(logits: Array, rows: Rows, history: Array, allowed: Array, proposal
     """`sample` of rows at once: what one of them needs is computed for all."""
 
     def draw(x: Array) -> Array:
-        x = _shaped(x, rows)
-        sampled = _argmax(x + _noise(rows, x.shape[1]))
+        x = shaped(x, rows)
+        sampled = argmax(x + _noise(rows, x.shape[1]))
         guesses = proposals
         if guesses is None:
             return sampled
@@ -300,10 +300,10 @@ def propose(logits: Array, rows: Rows, history: Array, allowed: Array) -> Propos
 
     def proposed(logits: Array, rows: Rows, allowed: Array) -> Proposals:
         changed = _changed(logits, rows, history, allowed)
-        shaped = lax.cond(jnp.any(rows.temperature > 0), lambda x: _shaped(x, rows), lambda x: x, changed)
+        shaped = lax.cond(jnp.any(rows.temperature > 0), lambda x: shaped(x, rows), lambda x: x, changed)
 
         def draw(_: Array) -> Array:
-            return _argmax(shaped + _noise(rows, shaped.shape[1]))
+            return argmax(shaped + _noise(rows, shaped.shape[1]))
 
         return Proposals(_chosen(changed, rows, draw), shaped)
 
@@ -323,7 +323,7 @@ def _changed(logits: Array, rows: Rows, history: Array, allowed: Array) -> Array
         x = x.at[index, rows.bias_tokens].add(rows.bias_values, mode="drop")
         x = lax.cond(
             jnp.any((rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0)),
-            lambda x: _penalized(x, rows, history),
+            lambda x: penalized(x, rows, history),
             lambda x: x,
             x,
         )
@@ -341,34 +341,9 @@ def _changed(logits: Array, rows: Rows, history: Array, allowed: Array) -> Array
 
 def _chosen(logits: Array, rows: Rows, draw: Callable[[Array], Array]) -> Array:
     """The largest logit of greedy rows, and what `draw` gives of the others."""
-    best = _argmax(logits)
+    best = argmax(logits)
     chosen = lax.cond(jnp.any(rows.temperature > 0), draw, lambda x: best, logits)
     return jnp.where(rows.temperature > 0, chosen, best)
-
-
-def _penalized(logits: Array, rows: Rows, history: Array) -> Array:
-    count, vocab = logits.shape
-    slots, length = history.shape
-    tokens = history[jnp.clip(rows.slot, 0, slots - 1)]  # [rows, length]
-    place = jnp.arange(length)
-    seen = place < rows.position[:, None]
-    answer = seen & (place >= rows.prompt_length[:, None])
-    index = jnp.arange(count)[:, None]
-    ever = jnp.zeros((count, vocab), bool).at[index, jnp.where(seen, tokens, vocab)].set(True, mode="drop")
-    often = jnp.zeros((count, vocab), jnp.int32).at[index, jnp.where(answer, tokens, vocab)].add(1, mode="drop")
-    factor = rows.repetition[:, None]
-    logits = jnp.where(ever, jnp.where(logits > 0, logits / factor, logits * factor), logits)
-    return logits - rows.presence[:, None] * (often > 0) - rows.frequency[:, None] * often
-
-
-def _shaped(logits: Array, rows: Rows) -> Array:
-    """Logits of the distribution that is drawn from: after temperature, top-k, top-p and min-p."""
-    # The largest is 0 at every temperature: 1e-37 must not make it infinite.
-    x = logits - jnp.max(logits, axis=1, keepdims=True)
-    x = x / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    x = _limited(x, rows)
-    least = jnp.max(x, axis=1) + jnp.log(rows.min_p)  # -inf for min_p of 0
-    return jnp.where(x >= least[:, None], x, -jnp.inf)
 
 
 def _key(seed: Array, choice: Array, position: Array) -> Array:
@@ -398,71 +373,8 @@ def _checked(x: Array, rows: Rows, proposals: Proposals) -> Array:
     rest = jnp.maximum(p - q, 0.0)
     # Rounding may leave nothing of two distributions that are nearly the same.
     rest = jnp.where(jnp.any(rest > 0, axis=1, keepdims=True), jnp.log(rest), x)
-    replacement = _argmax(rest + _noise(rows, x.shape[1]))
+    replacement = argmax(rest + _noise(rows, x.shape[1]))
     return jnp.where(uniform * q_guess < p_guess, guess, replacement)
-
-
-def _limited(x: Array, rows: Rows) -> Array:
-    """Keeps the logits of top-k, and of these those of top-p."""
-    vocab = x.shape[1]
-    ordered = _ordered(x)
-    count = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
-
-    def largest(x: Array) -> Array:
-        # A sum of float32 ones is exact below 2^24, and faster on a CPU than one of integers.
-        border = _largest(lambda t: jnp.sum(ordered >= t[:, None], axis=1, dtype=jnp.float32) >= count, x.shape[0])
-        return jnp.where(ordered >= border[:, None], x, -jnp.inf)
-
-    def likely(x: Array) -> Array:
-        probability = jax.nn.softmax(x, axis=1)
-        # All of them where top_p is 1: a sum of rounded probabilities may stay below it.
-        mass = jnp.where(rows.top_p < 1, rows.top_p, -1.0)
-
-        def enough(t: Array) -> Array:
-            return jnp.sum(jnp.where(ordered >= t[:, None], probability, 0.0), axis=1) >= mass
-
-        border = _largest(enough, x.shape[0])
-        return jnp.where((ordered >= border[:, None]) | (rows.top_p >= 1)[:, None], x, -jnp.inf)
-
-    x = lax.cond(jnp.any(count < vocab), largest, lambda x: x, x)
-    return lax.cond(jnp.any(rows.top_p < 1), likely, lambda x: x, x)
-
-
-def _argmax(x: Array) -> Array:
-    """`argmax` of each row, int32. XLA computes it for a CPU one number at a time, and a maximum many at a time, so
-    there it is the place of the first maximum.
-    """
-
-    def first_maximum(x: Array) -> Array:
-        place = jnp.arange(x.shape[1], dtype=jnp.int32)
-        places = jnp.where(x == jnp.max(x, axis=1, keepdims=True), place, x.shape[1] - 1)
-        return jnp.min(places, axis=1)
-
-    return lax.platform_dependent(x, cpu=first_maximum, default=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32))
-
-
-def _ordered(x: Array) -> Array:
-    """float32 as uint32 of the same order."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
-    """The largest uint32 of each row for which `holds`, which holds for 0 and, past some number, no longer.
-
-    A turn finds two bits: it compares three numbers with one reading of the logits, and accelerators wait for the
-    reading. A CPU waits for the comparisons, so it finds one.
-    """
-
-    def largest_prefix(bits: int) -> Array:
-        def turn(i: Array, prefix: Array) -> Array:
-            shift = (32 - bits * (i + 1)).astype(jnp.uint32)
-            passed = [holds(prefix | (jnp.uint32(value) << shift)) for value in range(1, 1 << bits)]
-            return prefix | (sum(passes.astype(jnp.uint32) for passes in passed) << shift)
-
-        return lax.fori_loop(0, 32 // bits, turn, jnp.zeros(rows, jnp.uint32))
-
-    return lax.platform_dependent(cpu=lambda: largest_prefix(1), default=lambda: largest_prefix(2))
 
 
 def _logprobs(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:

@@ -13,7 +13,7 @@ from vishwamai.inference.answers import TokenLogprobs
 from vishwamai.inference.programs import Programs, StepShape
 from vishwamai.inference.requests import Branch
 from vishwamai.inference.sampling import Rows, Sampled, bar_tokens, empty_rows, set_row
-from vishwamai.inference.scheduler import Stream, Work
+from vishwamai.inference.streams import Stream, Work
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vishwamai.models.checkpoint import from_pretrained, save_pretrained
+    from vishwamai.models.checkpoint import from_pretrained
     from vishwamai.models.config import ModelConfig, read_config
     from vishwamai.models.cpu_weights import pack_weights
     from vishwamai.models.decoder import Decoder
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vishwamai.models.pages import page_shapes as page_shapes
     from vishwamai.models.pooling import Pooling
     from vishwamai.models.rotation import Rope as Rope
+    from vishwamai.models.saving import save_pretrained
     from vishwamai.models.tokenizer import Detokenizer, Tokenizer, read_tokenizer
 
 _MODULES = {
@@ -40,7 +41,7 @@ _MODULES = {
     "read_config": "config",
     "read_generation_config": "generation",
     "read_tokenizer": "tokenizer",
-    "save_pretrained": "checkpoint",
+    "save_pretrained": "saving",
 }
 
 __all__ = [

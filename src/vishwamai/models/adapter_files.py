@@ -12,8 +12,8 @@ import numpy as np
 from vishwamai.core import caches
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.adapters import Place, Thin
-from vishwamai.models.checkpoint import drafted
 from vishwamai.models.config import ModelConfig
+from vishwamai.models.saving import drafted
 from vishwamai.models.tensors import Piece, piece
 
 

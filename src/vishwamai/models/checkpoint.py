@@ -1,14 +1,12 @@
-"""Hugging Face directories in and out: `from_pretrained` and `save_pretrained`.
+"""Hugging Face directories as decoders: `from_pretrained`.
 
 Tensors are read by parts, straight into (sharded) device arrays: host memory beyond the arrays is one tensor at most.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from vishwamai.core import caches
 from vishwamai.core.arguments import check_instances, checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
@@ -232,7 +229,7 @@ def _storage(
     return next(iter(storages))
 
 
-def _constants(config: ModelConfig) -> dict[str, float]:
+def constant_values(config: ModelConfig) -> dict[str, float]:
     """Scalars that a checkpoint holds and nothing trains, by the tensor's name."""
     return {
         name.replace("{layer}", str(layer)): value
@@ -243,7 +240,7 @@ def _constants(config: ModelConfig) -> dict[str, float]:
 
 def _check_constants(config: ModelConfig, index: Index) -> set[str]:
     """The names of the constants of a checkpoint, whose values must be those that the decoder computes with."""
-    constants = {name: value for name, value in _constants(config).items() if name in index}
+    constants = {name: value for name, value in constant_values(config).items() if name in index}
     for name, value in constants.items():
         stored = np.asarray(index[name].read(), np.float64)
         if stored.size != 1 or not np.allclose(stored, value, rtol=1e-2):  # bfloat16 has 8 bits
@@ -348,62 +345,6 @@ def _slice(parameter: Parameter, where: Piece, stored: list[Readable], slices: t
         return np.ascontiguousarray(array.swapaxes(-1, -2) if where.transpose else array, dtype=dtype)
 
     return np.stack([read(tensor) for tensor in stored[slices[0]]]) if where.stacked else read(stored[0])
-
-
-@checked
-def save_pretrained(model: Decoder, directory: str | Path) -> None:
-    """Writes `config.json` and `model.safetensors`, which transformers and `from_pretrained` load.
-
-    The files are whole or absent: the weights are written beside their name and moved there at the end.
-
-    Raises:
-      ShapeError: a parameter is quantized or packed; save the model that it was made from.
-      DeviceError: a file cannot be written, such as on a full disk; the text names it and the reason.
-    """
-    from safetensors import SafetensorError
-
-    directory = Path(directory)
-    tensors: dict[str, np.ndarray] = {}
-    for name, parameter, layer, value in named_parameters(model):
-        if not isinstance(value, (jax.Array, np.ndarray)):
-            raise ShapeError(
-                f"save_pretrained: parameter `{name}` is a {type(value).__name__}; save the model that it came from, "
-                "or load the directory without `quantize`."
-            )
-        where = piece(model.config, name, parameter, layer)
-        array = np.asarray(value)
-        inner = parameter.shape[1:] if where.stacked else parameter.shape
-        selection = where.index((slice(None),) * len(inner), parameter.shape)
-        for name, part in zip(where.tensors, array if where.stacked else [array]):
-            stored = tensors.setdefault(name, np.zeros(where.shape(parameter.shape), array.dtype))
-            stored[selection] = part.swapaxes(-1, -2) if where.transpose else part
-    tensors |= {name: np.asarray(value, np.float32) for name, value in _constants(model.config).items()}
-    values = model.config.to_dict()
-    values["dtype"] = model.embed.get_value().dtype.name
-    weights = directory / "model.safetensors"
-    with caches.writing(weights, "save_pretrained", (OSError, SafetensorError)), drafted(tensors, weights):
-        (directory / "model.safetensors.index.json").unlink(missing_ok=True)  # of shards, which it would prefer
-    with caches.writing(directory / "config.json", "save_pretrained"):
-        caches.write(directory / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
-
-
-@contextlib.contextmanager
-def drafted(tensors: Mapping[str, np.ndarray], weights: Path) -> Iterator[None]:
-    """Writes tensors next to the file `weights`, and moves them there once the block has ended without an error."""
-    from safetensors.numpy import save_file
-
-    weights.parent.mkdir(parents=True, exist_ok=True)
-    draft = weights.with_name(f"{weights.name}.partial")
-    try:
-        draft.write_bytes(b"")
-        mode = draft.stat().st_mode  # by the umask; safetensors gives 0600
-        save_file(dict(tensors), draft, metadata={"format": "pt"})
-        draft.chmod(mode)
-        yield
-        draft.replace(weights)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def named_parameters(model: Decoder) -> list[tuple[str, Parameter, int | None, Any]]:

@@ -21,10 +21,11 @@ import numpy as np
 
 from vishwamai.core import caches
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.models.checkpoint import drafted, quantization
+from vishwamai.models.checkpoint import quantization
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.gguf import model_directory
 from vishwamai.models.importance import Place
+from vishwamai.models.saving import drafted
 from vishwamai.models.shards import Stored, read_index
 from vishwamai.models.tensors import piece
 from vishwamai.models.text_part import text_tensors

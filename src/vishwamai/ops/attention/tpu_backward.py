@@ -35,8 +35,9 @@ def backward(
     """Gradients of every floating operand; dq, and dk with dv, in one walk or split into two."""
     query, key, value = operands.query, operands.key, operands.value
     out, dout = outputs.out, cotangents.out
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)  # [B, Hq, Tq], rowsum(dO * O)
     if cotangents.logsumexp is not None:
+        # ds = p (dp - delta) + p dlse
         delta = delta - cotangents.logsumexp.astype(jnp.float32)
     gradients: dict[str, jax.Array] = {}
     for phase in (Pass.QUERIES, Pass.KEYS) if form.split else (Pass.BOTH,):
@@ -59,6 +60,7 @@ def _sinks_gradient(operands: Operands, logsumexp: jax.Array, delta: jax.Array) 
     if sinks is None:
         return None
     seen = logsumexp > -jnp.inf
+    # [B, Hq, Tq]: the sink's probability; 0 in rows that see no key and no sink.
     share = jnp.where(seen, jnp.exp(sinks.astype(jnp.float32)[..., None] - jnp.where(seen, logsumexp, 0.0)), 0.0)
     gradient = -jnp.sum(share * delta, axis=2)  # [B, Hq]
     return (gradient if sinks.shape[0] > 1 else gradient.sum(axis=0, keepdims=True)).astype(sinks.dtype)
@@ -149,6 +151,7 @@ def _products(
         outputs["dq"] = (shape, query.dtype, queries(spec.qk_dim))
     elif phase.dq:
         in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+        # Several panels of keys add to the same dq: it is summed in HBM, from zeros that the result aliases.
         inputs["dq_zeros"] = (match_varying((jnp.zeros(shape, jnp.float32), query))[0], in_hbm)
         outputs["dq_sum"] = (shape, jnp.float32, in_hbm)
         aliases = {"dq_zeros": "dq_sum"}

@@ -25,7 +25,7 @@ BLOCK = 256
 
 
 def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, order: tuple[int, ...], kept_axes: int) -> None:
-    ids = dict(zip(order, (pl.program_id(n) for n in range(4)), strict=True))
+    ids = dict(zip(order, (pl.program_id(n) for n in range(4)), strict=True))  # the grid's axes are in `order`
     batch, head, q, kv = (ids[n] for n in range(4))
     steps = [pl.program_id(n) == 0 for n in range(kept_axes, 4)]
     first = steps[0] if steps else True
@@ -34,7 +34,7 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, order: tu
 
     @pl.when(first)
     def _() -> None:
-        refs.dbias[...] = jnp.zeros(refs.dbias.shape, jnp.float32)
+        refs.dbias[...] = jnp.zeros(refs.dbias.shape, jnp.float32)  # the block stays over the axes that are summed
 
     low, high = spec.band
     live, pattern = jnp.bool_(True), 0
@@ -42,12 +42,12 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, order: tu
         q_blocks, kv_blocks = tiling.blocks(spec)
         pattern_head = head if spec.blocks.heads > 1 else 0
         pattern = refs.tile_ids[(pattern_head * q_blocks + q) * kv_blocks + kv]
-        live &= pattern >= 0
+        live &= pattern >= 0  # -1: no key of the tile is visible
     tile = ScoreTile(0, 0, q * tiling.block_q, kv * tiling.block_kv, pattern)
     if high is not None:
-        live &= tile.column - (tile.row + tiling.block_q - 1) <= high
+        live &= tile.column - (tile.row + tiling.block_q - 1) <= high  # the tile's lower left corner
     if low is not None:
-        live &= tile.column + tiling.block_kv - 1 - tile.row >= low
+        live &= tile.column + tiling.block_kv - 1 - tile.row >= low  # its upper right corner
 
     @pl.when(live)
     def _() -> None:
@@ -84,6 +84,7 @@ def bias_gradient(
     q_size, kv_size = q_blocks * tiling.block_q, kv_blocks * tiling.block_kv
     sizes = (spec.batch, spec.q_heads, q_blocks, kv_blocks)
     kept_axes = [n for n in range(4) if bias.shape[n] > 1]
+    # Summed axes are the inner ones of the grid, so that a block of the result is finished before the next.
     order = (*kept_axes, *(n for n in range(4) if n not in kept_axes))
 
     def place(index: Any) -> Any:

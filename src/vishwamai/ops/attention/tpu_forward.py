@@ -46,11 +46,11 @@ def tile_reader(
     panel: Panel,
 ) -> tuple[Any, tuple[Any, Any]]:
     """(tile by position, (unmasked tiles, all tiles)) of the current panel, less what segments or positions hide."""
-    number = 3 * panel.tiles
+    number = 3 * panel.tiles  # `counts` has (unmasked, all, start) for each panel
     counts, start = (refs.counts[number], refs.counts[number + 1]), refs.counts[number + 2]
 
     def static(t: Any) -> Any:
-        return refs.tiles[start + t]
+        return refs.tiles[start + t]  # a word that `tile_at` reads
 
     if not spec.by_value:
         return static, counts
@@ -63,6 +63,7 @@ def tile_reader(
         offset = (0 if shared else batch) * blocks + first
         return lambda n: (ref[2 * (offset + n)], ref[2 * (offset + n) + 1])
 
+    # Tiles that segments or positions hide are left out of the walk.
     counts = live_tiles(
         static,
         counts,
@@ -114,10 +115,10 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, schedule:
         def start(i: Any) -> None:
             rows = rows_of(i, block_q)
             refs.q_scaled[rows, :] = scaled_query(spec, refs.query[rows, :])
-            refs.acc[i] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
+            refs.acc[i] = jnp.zeros(refs.acc.shape[1:], jnp.float32)  # [v_dim, block_q], transposed as the scores
             if spec.operands.sinks is None:
                 refs.m[i] = jnp.full((1, block_q), -jnp.inf, jnp.float32)
-                refs.l[i] = jnp.zeros((8, block_q), jnp.float32)
+                refs.l[i] = jnp.zeros((8, block_q), jnp.float32)  # eight partial sums: one per sublane
             else:
                 sink = refs.sinks[(batch if spec.operands.sinks.shape[0] > 1 else 0) * spec.q_heads + head]
                 refs.m[i] = jnp.full((1, block_q), sink, jnp.float32)
@@ -134,7 +135,7 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, schedule:
 
         for_blocks(tiling.panel_kv, start)
 
-    slots = (refs.scores_0, refs.scores_1)
+    slots = (refs.scores_0, refs.scores_1)  # two tiles of scores: one is made while the other is used
 
     def tile_of(word: Any) -> ScoreTile:
         return tile_at(word, tiling, panel.q, panel.kv)
@@ -155,8 +156,9 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, schedule:
         alpha = jnp.exp2(m_before - shift)  # [1, block_q]
         p = jnp.exp2(s - shift)  # [block_kv, block_q]
         refs.m[tile.i] = m
-        refs.l[tile.i] = refs.l[tile.i] * alpha + jnp.sum(p.reshape(-1, 8, block_q), axis=0)
+        refs.l[tile.i] = refs.l[tile.i] * alpha + jnp.sum(p.reshape(-1, 8, block_q), axis=0)  # [8, block_q]
         if spec.dropout_rate > 0:
+            # after l: the sum is of all
             p = jnp.where(keep_mask(spec, tiling, refs, tile, batch * spec.q_heads + head), p, 0.0)
         refs.acc[tile.i] = refs.acc[tile.i] * alpha + dot(refs.v_t[tile.j], p.astype(refs.v_t.dtype), (1, 0))
 
@@ -171,8 +173,8 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, schedule:
         def finish(i: Any) -> None:
             l = jnp.sum(refs.l[i], axis=0, keepdims=True)  # [1, block_q]
             empty = l == 0.0
-            inverse = jnp.where(empty, 0.0, (1.0 / (1.0 - spec.dropout_rate)) / l)
-            refs.out[rows_of(i, block_q), :] = (refs.acc[i] * inverse).T.astype(refs.out.dtype)
+            inverse = jnp.where(empty, 0.0, (1.0 / (1.0 - spec.dropout_rate)) / l)  # rows without a key give 0
+            refs.out[rows_of(i, block_q), :] = (refs.acc[i] * inverse).T.astype(refs.out.dtype)  # [block_q, v_dim]
             refs.logsumexp[i] = jnp.where(empty, -jnp.inf, refs.m[i] * LN2 + jnp.log(l))
 
         for_blocks(tiling.panel_q, finish)
@@ -261,7 +263,7 @@ def forward(spec: AttentionSpec, tiling: Tiling, vmem_bytes: int, operands: Oper
         outputs=outputs,
         scratch=scratch,
         grid=(spec.batch, spec.kv_heads, spec.group, schedule.steps),
-        semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+        semantics=("parallel", "parallel", "arbitrary", "arbitrary"),  # a group shares `v_t`, and steps share m, l, acc
         vmem_bytes=vmem_bytes,
         flops=spec.flops,
         bytes_accessed=spec.bytes_moved,

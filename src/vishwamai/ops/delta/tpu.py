@@ -99,17 +99,19 @@ def _inverses(matrices: list[jax.Array], row: jax.Array, column: jax.Array, prod
     those of another; of blocks of whole tiles the rows that are not zero alone.
     """
     count = row.shape[0]
+    # Blocks of one row: the inverse of a unit triangle of size 1 is 1. Each level joins pairs of blocks [[A, 0], [B,
+    # C]], whose inverse has -C^-1 B A^-1 below its diagonal.
     inverses = [jnp.where(row == column, 1.0, 0.0)] * len(matrices)
     block = 1
     while block < count:
         bits = block.bit_length() - 1  # not `//`, which Mosaic cannot lower without a TPU
-        below = (row >> bits + 1 == column >> bits + 1) & (row >> bits > column >> bits)
+        below = (row >> bits + 1 == column >> bits + 1) & (row >> bits > column >> bits)  # B of each pair
         offs = [jnp.where(below, a, 0.0) for a in matrices]
-        by_pairs = block % _ROWS == 0 and count % (2 * block) == 0
+        by_pairs = block % _ROWS == 0 and count % (2 * block) == 0  # whole tiles: only rows of C change
         lower = [_odd(x, block) if by_pairs else x for x in inverses]
         if block > 1:
-            offs = [product(x, off, (1, 0)) for x, off in zip(lower, offs, strict=True)]
-            offs = [product(off, x, (1, 0)) for off, x in zip(offs, inverses, strict=True)]
+            offs = [product(x, off, (1, 0)) for x, off in zip(lower, offs, strict=True)]  # C^-1 B
+            offs = [product(off, x, (1, 0)) for off, x in zip(offs, inverses, strict=True)]  # C^-1 B A^-1
         lower = [x - off for x, off in zip(lower, offs, strict=True)]
         if by_pairs:
             pairs = [
@@ -143,17 +145,19 @@ def _read_rows(spec: DeltaSpec, rows: jax.Array, row: jax.Array, column: jax.Arr
         return jnp.sum(jnp.where(row == column, line(i), 0.0), axis=1, keepdims=True)  # [chunk, 1]
 
     coarse, fine, past = upright(_COARSE), upright(_FINE), row > column
-    enters = jnp.exp(coarse + fine)
+    enters = jnp.exp(coarse + fine)  # [chunk, 1]: decay from the chunk's start to each token
+    # From each token to the end of the chunk.
     leaves = jnp.exp((line(_COARSE)[:, -1:] - coarse) + (line(_FINE)[:, -1:] - fine))
-    remains = enters[-1:]
+    remains = enters[-1:]  # [1, 1]: over the whole chunk
     if spec.operands.segment_ids is not None:
         number, before, last = upright(_NUMBER), line(_BEFORE)[:, :1], line(_NUMBER)[:, -1:]
-        past &= number == line(_NUMBER)
-        enters = jnp.where(number == before, enters, 0.0)
+        past &= number == line(_NUMBER)  # a token sees its own segment only
+        enters = jnp.where(number == before, enters, 0.0)  # the incoming state is of its segment only
         leaves = jnp.where(number == last, leaves, 0.0)
         remains = jnp.where(before == last, remains, 0.0)
+    # [chunk, chunk]. Coarse sums are multiples of a grid, so that their difference is exact (`chunked.log_sums`).
     between = (coarse - line(_COARSE)) + (fine - line(_FINE))
-    decays = jnp.where(past, jnp.exp(jnp.where(past, between, 0.0)), 0.0)
+    decays = jnp.where(past, jnp.exp(jnp.where(past, between, 0.0)), 0.0)  # no exp of a positive future
     return _Rows(enters, leaves, remains, decays, upright(_BETA))
 
 
@@ -179,11 +183,12 @@ def _kernel(
 
     @pl.when(step == 0)
     def _() -> None:
+        # [heads, key_dim, value_dim]
         state_ref[...] = jnp.zeros_like(state_ref) if start_ref is None else start_ref[...]
 
     row, column = (lax.broadcasted_iota(jnp.int32, (chunk, chunk), axis) for axis in (0, 1))
     ragged = spec.seq % chunk != 0
-    group = value_ref.shape[0] // key_ref.shape[0]
+    group = value_ref.shape[0] // key_ref.shape[0]  # value heads that share a head of query and key
 
     def product(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
         return dot(a.astype(dtype), b.astype(dtype), axes, precision=precision)
@@ -205,16 +210,16 @@ def _kernel(
     values = [masked(value_ref[h]).astype(jnp.float32) for h in heads]
     updates = values
     if spec.correction:
-        updates = [v - r.enters * x[chunk:] for v, r, x in zip(updates, rows, of_state, strict=True)]
+        updates = [v - r.enters * x[chunk:] for v, r, x in zip(updates, rows, of_state, strict=True)]  # v - e^G S^T k
     if spec.operands.beta is not None:
         updates = [u * r.beta for u, r in zip(updates, rows, strict=True)]
     if spec.correction:
-        a = [scores[h // group][chunk:] * rows[h].decays for h in heads]
+        a = [scores[h // group][chunk:] * rows[h].decays for h in heads]  # [chunk, chunk], strictly lower
         if spec.operands.beta is not None:
             a = [x * r.beta for x, r in zip(a, rows, strict=True)]
         updates = [product(x, u, (1, 0)) for x, u in zip(_inverses(a, row, column, product), updates, strict=True)]
     for h in heads:
-        past = scores[h // group][:chunk] * jnp.where(row == column, 1.0, rows[h].decays)
+        past = scores[h // group][:chunk] * jnp.where(row == column, 1.0, rows[h].decays)  # [chunk, chunk], lower
         y = spec.scale * (rows[h].enters * of_state[h][:chunk] + product(past, updates[h], (1, 0)))
         if spec.operands.skip is not None:
             y += rows_ref[h][_SKIP : _SKIP + 1, :1] * values[h]
@@ -246,8 +251,10 @@ def _rows(spec: DeltaSpec, chunk: int, operands: Operands) -> jax.Array:
         rows[_BETA] = cut(operands.beta)
     if operands.segment_ids is not None:
         numbers = segment_numbers(operands.segment_ids)
+        # Padding belongs to the last segment.
         numbers = jnp.pad(numbers, ((0, 0), (0, count * chunk - spec.seq)), mode="edge")
         numbers = numbers.reshape(-1, 1, count, chunk).astype(jnp.float32)
+        # The segment at the end of the chunk before.
         before = jnp.pad(numbers[:, :, :-1, -1:], ((0, 0), (0, 0), (1, 0), (0, 0)))
         rows[_NUMBER], rows[_BEFORE] = jnp.broadcast_to(numbers, shape), jnp.broadcast_to(before, shape)
     if operands.skip is not None:

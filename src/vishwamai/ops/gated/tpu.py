@@ -65,7 +65,7 @@ def _kernel(
     [block_m, block_n]; `keep_gate` and `keep_up` take both products.
     """
     step, steps = pl.program_id(3), pl.cdiv(spec.k, block_k)
-    tail = spec.k - (steps - 1) * block_k
+    tail = spec.k - (steps - 1) * block_k  # valid depth of the last step
     precision = lax.Precision.HIGHEST if spec.precision != "default" else None
 
     def scaled(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +75,7 @@ def _kernel(
         sums = []
         x = x_ref[...]
         if valid != block_k:
-            x = zero_past(x, 1, valid)
+            x = zero_past(x, 1, valid)  # memory past the end may be NaN, and so may that of the weights
         for w_ref, sum_ref in ((gate_ref, gate_sum), (up_ref, up_sum)):
             w = widen(w_ref[...], w_ref.dtype, x.dtype)
             if valid != block_k:
@@ -85,7 +85,7 @@ def _kernel(
             )
             if steps > 1:
                 before = sum_ref[...]
-                product += jnp.where(step == 0, jnp.zeros_like(before), before)
+                product += jnp.where(step == 0, jnp.zeros_like(before), before)  # scratch holds anything before step 0
             sums.append(product)
             if sum_ref is not None:
                 sum_ref[...] = product
@@ -113,7 +113,7 @@ def _kernel(
     if gate_every_step and (keep_gate is None or gate_sum is None):
         return
 
-    pl.when(step == steps - 1)(lambda: by_rows(gate_sum.shape[0], finish))
+    pl.when(step == steps - 1)(lambda: by_rows(gate_sum.shape[0], finish))  # a few rows at once fit in registers
 
 
 def forward(
@@ -126,6 +126,7 @@ def forward(
         per_group = w.shape[0] > 1
         if joint is None:
             return pl.BlockSpec((None, bk, bn), lambda g, i, j, r: (g if per_group else 0, r, j))
+        # [G, 2, K, N]
         return pl.BlockSpec((None, None, bk, bn), lambda g, i, j, r: (g if per_group else 0, part, r, j))
 
     def per_column(scale: Any) -> Any:

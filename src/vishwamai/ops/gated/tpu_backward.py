@@ -69,15 +69,15 @@ def _grad_x_kernel(
     tail = spec.n - (steps - 1) * block_n
 
     def grow(valid: int) -> None:
-        pair = reference.slopes(spec, Residuals(gate_ref[...], up_ref[...]), dh_ref[...])
+        pair = reference.slopes(spec, Residuals(gate_ref[...], up_ref[...]), dh_ref[...])  # [block_m, block_n] each
         products = []
         for d, w_ref, d_ref in zip(pair, (w_gate_ref, w_up_ref), (d_gate_ref, d_up_ref), strict=True):
-            d_ref[...] = d
+            d_ref[...] = d  # for the gradient of the weights, which reads it again
             w = w_ref[...]
             if valid != block_n:
                 d, w = zero_past(d, 1, valid), zero_past(w, 1, valid)
             products.append(dot(d, w, (1, 1), precision=_precision(spec)))  # [block_m, block_k]
-        product = products[0] + products[1]
+        product = products[0] + products[1]  # dx = d_gate W_gate^T + d_up W_up^T
         if steps == 1:
             dx_ref[...] = product.astype(dx_ref.dtype)
             return
@@ -141,6 +141,7 @@ def _grad_x(
             d_up_ref=slope,
         ),
         scratch=dict(sum_ref=pltpu.VMEM((bm, bk), jnp.float32) if steps > 1 else None),
+        # slopes are written by the first tile of features
         semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
         vmem_bytes=config.grad_vmem_bytes,
         flops=spec.flops,
@@ -178,7 +179,7 @@ def _grad_w_kernel(
             out[rows, :] = total.astype(out.dtype)
 
     def grow(valid: int) -> None:
-        x = x_ref[...] if valid == block_m else zero_past(x_ref[...], 0, valid)
+        x = x_ref[...] if valid == block_m else zero_past(x_ref[...], 0, valid)  # [block_m, block_k]
         for part, (d_ref, sum_ref) in enumerate(zip(slopes, sums, strict=True)):
             d = d_ref[...] if valid == block_m else zero_past(d_ref[...], 0, valid)
             product = dot(x, d, (0, 0), precision=_precision(spec))  # [block_k, block_n]

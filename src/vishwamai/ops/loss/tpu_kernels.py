@@ -27,6 +27,7 @@ def _raw_logits(spec: LossSpec, config: LossConfig, s: int, x_ref: Any, weight_r
         preferred_element_type=jnp.float32,
     )
     if bias_ref is not None:
+        # a whole tile, to be transposed
         row = jnp.broadcast_to(bias_ref[:, entries], (8, config.sub_vocab))
         z = z + row.T[:, :1]
     return z
@@ -64,12 +65,12 @@ def forward_body(
         if spec.softcap is not None:
             z = spec.softcap * jnp.tanh(z * (1.0 / spec.softcap))
         entry = 8 * lax.broadcasted_iota(jnp.int32, z.shape, 0) + lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        at_label = jnp.sum(jnp.where(entry == (labels - first_entry)[None], z, 0.0), axis=0)
+        at_label = jnp.sum(jnp.where(entry == (labels - first_entry)[None], z, 0.0), axis=0)  # [8, block_tokens]
         if spec.vocab % config.tile_vocab:  # what the memory holds past the last entry may be NaN
             in_vocab = entry < spec.vocab - first_entry
             if total_ref is not None:
                 total_ref[...] += jnp.sum(jnp.where(in_vocab, z, 0.0), axis=0)
-            z = jnp.where(in_vocab, z, -jnp.inf)
+            z = jnp.where(in_vocab, z, -jnp.inf)  # not before: -inf must not reach the sum of logits
         elif total_ref is not None:
             total_ref[...] += jnp.sum(z, axis=0)
         m_old = m_ref[...]
@@ -130,20 +131,21 @@ def slope_body(
         slope = None
         if spec.softcap is not None:
             t = jnp.tanh(z * (1.0 / spec.softcap))
-            z, slope = spec.softcap * t, 1.0 - t * t
+            z, slope = spec.softcap * t, 1.0 - t * t  # d softcap tanh(z / softcap) / dz
         label = labels_ref[...] - (first + s * sub)
-        dz = jnp.exp(z - lse_ref[...]) * dlse_ref[...]
+        dz = jnp.exp(z - lse_ref[...]) * dlse_ref[...]  # [sub_vocab, block_tokens]
         dz = dz + jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 0) == label, dlabel_ref[...], 0.0)
         if dtotal_ref is not None:
             dz = dz + dtotal_ref[...]
         if slope is not None:
             dz = dz * slope
         dz_ref[s * sub : (s + 1) * sub, :] = dz.astype(dz_ref.dtype)
-        turned_ref[:, s * sub : (s + 1) * sub] = dz.T.astype(dz_ref.dtype)
+        turned_ref[:, s * sub : (s + 1) * sub] = dz.T.astype(dz_ref.dtype)  # [block_tokens, sub_vocab]
         if dbias_ref is not None:
             if tokens % config.block_tokens:
                 column = pl.program_id(0) * config.block_tokens + lax.broadcasted_iota(jnp.int32, z.shape, 1)
-                dz = jnp.where(column < tokens, dz, 0.0)
+                dz = jnp.where(column < tokens, dz, 0.0)  # past the last token memory holds anything
+            # Sums of whole registers only: XLA adds up the last 128 lanes outside.
             lanes = [dz[:, i : i + LANES] for i in range(0, config.block_tokens, LANES)]
             dbias_ref[s * sub : (s + 1) * sub, :] = sum(lanes[1:], lanes[0])
 

@@ -38,7 +38,7 @@ class MatmulRefs(NamedTuple):
 
 def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x as the sum of two bfloat16 numbers, to about 16 bits."""
-    high = x.astype(jnp.bfloat16)
+    high = x.astype(jnp.bfloat16)  # the upper 8 bits of the significand
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
@@ -52,7 +52,7 @@ def tile_product(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], precisio
     """
     if lhs.dtype in INTEGERS and rhs.dtype in INTEGERS:
         if native:
-            return dot(lhs.astype(_INT8), rhs.astype(_INT8), axes, jnp.int32)
+            return dot(lhs.astype(_INT8), rhs.astype(_INT8), axes, jnp.int32)  # the matrix unit's own product
         widened = dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), axes, jnp.float32)
         return widened.astype(jnp.int32)  # exact: a tile is no deeper than EXACT_INT8_TERMS
     if lhs.dtype in FP8_DTYPES and rhs.dtype in FP8_DTYPES and native:
@@ -64,8 +64,9 @@ def tile_product(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], precisio
     if precision == "highest":
         return dot(lhs, rhs, axes, jnp.float32, precision=lax.Precision.HIGHEST)
     (lhs_high, lhs_low), (rhs_high, rhs_low) = _split(lhs), _split(rhs)
+    # Three passes of bfloat16 ("high"). low * low is below float32's rounding of the sum and is left out.
     small = dot(lhs_low, rhs_high, axes, jnp.float32) + dot(lhs_high, rhs_low, axes, jnp.float32)
-    return small + dot(lhs_high, rhs_high, axes, jnp.float32)
+    return small + dot(lhs_high, rhs_high, axes, jnp.float32)  # the small terms first, for accuracy
 
 
 def kernel(
@@ -99,7 +100,7 @@ def kernel(
     """
     out_ref, sum_ref = refs.out, refs.sum
     tiles = pl.cdiv(depth, block_k)
-    tail = depth - (tiles - 1) * block_k
+    tail = depth - (tiles - 1) * block_k  # valid depth of the last tile
 
     def chunk_product(start: Any, size: int, valid: int) -> jax.Array:
         if own_product is not None:
@@ -107,7 +108,7 @@ def kernel(
         lhs = operands[0].tile(refs.lhs, refs.lhs_scales, axes[0], start, size, offsets[0], wide)
         rhs = operands[1].tile(refs.rhs, refs.rhs_scales, axes[1], start, size, offsets[1], wide)
         if valid != size:
-            lhs, rhs = zero_past(lhs, axes[0], valid), zero_past(rhs, axes[1], valid)
+            lhs, rhs = zero_past(lhs, axes[0], valid), zero_past(rhs, axes[1], valid)  # both: 0 * NaN is NaN
         return tile_product(lhs, rhs, axes, precision, native)
 
     def store(total: jax.Array) -> None:
@@ -120,7 +121,7 @@ def kernel(
         if refs.bias is not None:
             z = z + refs.bias[...].astype(jnp.float32)
         if refs.preactivation is not None:
-            refs.preactivation[...] = z.astype(refs.preactivation.dtype)
+            refs.preactivation[...] = z.astype(refs.preactivation.dtype)  # a residual of the gradient
         out_ref[...] = activate(activation, z).astype(out_ref.dtype)
 
     if steps == 1 and chunk_k == block_k:
@@ -132,10 +133,11 @@ def kernel(
     light = activation is None
     separate = sum_ref is not None
     if not separate:
-        sum_ref = out_ref
+        sum_ref = out_ref  # of the sum's dtype, without an epilogue: its block stays in VMEM
 
     def grow(first: Any, start: Any, size: int, valid: int) -> None:
         before = sum_ref[...]
+        # A choice, not a branch: scratch holds anything before the first step, and NaN must not reach the sum.
         total = jnp.where(first, jnp.zeros_like(before), before) + chunk_product(start, size, valid)
         sum_ref[...] = total
         if separate and light:
@@ -161,7 +163,7 @@ def kernel(
 
         @pl.when(last_tile)
         def _() -> None:
-            grow(step == 0, 0, min(pl.cdiv(tail, 128) * 128, block_k), tail)
+            grow(step == 0, 0, min(pl.cdiv(tail, 128) * 128, block_k), tail)  # whole lanes that cover the tail
 
     if not light:
 

@@ -53,15 +53,15 @@ def product(
         return tpu_stream.product(config, lhs, rhs, rhs_axis, out_dtype, total, wide, spec.precision, *how)
     bm, bn, bk = fit(config.tiles(phase), m, n, k, lhs_axis, rhs_axis)
     if integers and not native:
-        bk = min(bk, EXACT_INT8_TERMS)
+        bk = min(bk, EXACT_INT8_TERMS)  # sums in float32 stay exact integers up to this depth
     k_tiles = pl.cdiv(k, bk)
-    summed = joint_groups(lhs, rhs) if groups == 1 else 1
+    summed = joint_groups(lhs, rhs) if groups == 1 else 1  # groups whose products add up in one result
     steps = summed * k_tiles
 
     def group(x: Any, g: Any, r: Any) -> Any:
-        if x.shape[0] == 1:
+        if x.shape[0] == 1:  # shared by all groups
             return 0
-        return lax.div(r, k_tiles) if summed > 1 else g
+        return lax.div(r, k_tiles) if summed > 1 else g  # summed groups are part of the depth
 
     grid = (groups, pl.cdiv(m, bm), pl.cdiv(n, bn), steps)
     divisible = m % bm == n % bn == k % bk == 0 and steps == k_tiles > 1
@@ -128,7 +128,7 @@ def product(
         return pl.BlockSpec((None, *sizes), scales_index)
 
     bias, scale_b = (None if x is None else x[:, None, :] for x in (bias, scale_b))
-    scale_a = None if scale_a is None else scale_a[:, :, None]
+    scale_a = None if scale_a is None else scale_a[:, :, None]  # [G or 1, M or 1, 1]
     lhs_shape, rhs_shape = (bk, bm) if lhs_axis == 1 else (bm, bk), (bk, bn) if rhs_axis == 1 else (bn, bk)
     scales = tuple(x.scales if isinstance(x, Blocked) else None for x in (lhs, rhs))
     factors = dict(lhs=stored(lhs), rhs=stored(rhs))
@@ -145,7 +145,7 @@ def product(
     arrays = factors | vectors | dict(lhs_scales=scales[0], rhs_scales=scales[1])
     out_spec = pl.BlockSpec((None, bm, bn), lambda g, i, j, r: (g, i, j))
     if serpentine is not None:
-        out_spec = pl.BlockSpec(memory_space=pl.ANY)
+        out_spec = pl.BlockSpec(memory_space=pl.ANY)  # the serpentine copies its results itself
     out = ((groups, m, n), out_dtype, out_spec)
     # Chosen for the forward product, whose depth a gradient's is not: `block_k` whole where it does not divide it into
     # parts that lanes can be read by.

@@ -29,7 +29,7 @@ class ShortRuns:
 
     def query_copies(self, item: Any, slot: Any) -> list[Any]:
         refs = self.refs
-        copies = [(refs.query, refs.q_buffer)]
+        copies = [(refs.query, refs.q_buffer)]  # the buffer has two slots: the next item's queries arrive meanwhile
         if refs.hidden is not None:
             copies.append((refs.hidden, refs.hidden_buffer))
         return [pltpu.make_async_copy(a.at[item], b.at[slot], refs.q_fetched.at[slot]) for a, b in copies]
@@ -44,7 +44,7 @@ class ShortRuns:
         else:
             sinks = jnp.broadcast_to(refs.sinks[...] * LOG2E, refs.m.shape)
             refs.m[...] = jnp.maximum(sinks, LOWEST)
-            refs.l[...] = jnp.where(sinks > LOWEST, 1.0, 0.0)
+            refs.l[...] = jnp.where(sinks > LOWEST, 1.0, 0.0)  # the sink's own term: exp2(sinks - m) = 1
 
     def attend(self, ahead: Any, new: Any, slot: Any, q_slot: Any) -> None:
         """One block of keys.
@@ -58,6 +58,7 @@ class ShortRuns:
         if refs.hidden is None:
             self._attend(False, ahead, new, slot, q_slot)
             return
+        # New tokens, which the tree's mask concerns, may lie in this block.
         among = (new < self.shape.pages * self.spec.page_size) & (new + refs.hidden.shape[-1] > 0)
         for tree in (False, True):
 
@@ -79,12 +80,12 @@ class ShortRuns:
             else:
                 s = s * (refs.k_scale[...] * scale if shape.joint else refs.k_scale[index] * scale)
             if spec.softcap is not None:
-                s = (spec.softcap * LOG2E) * jnp.tanh(s)
+                s = (spec.softcap * LOG2E) * jnp.tanh(s)  # the scale above was divided by the cap
             # Tile by tile of 128 columns, whose places within their tokens are the same.
             width = min(LANES, s.shape[1])
             token, head, step = places(spec, shape, part, tokens, width)
             if refs.row_query is not None:
-                token = token - refs.row_query[...]
+                token = token - refs.row_query[...]  # of the row's query: later queries see more keys
             mine = None if head is None else head == refs.row_head[...]
             if tree:  # the same of the columns of the tree's mask, whose rows are the tree's columns here
                 columns = refs.hidden_buffer.shape[-1]
@@ -111,12 +112,12 @@ class ShortRuns:
 
         def weigh(index: Any, s: Any, v: Any) -> None:
             m_old = refs.m[index]  # [rows, 128]
-            m = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
+            m = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))  # [rows, 128], equal in all lanes
             p = jnp.exp2(s - m[:, :1])  # [rows, keys * words]
             shrink = jnp.exp2(m_old - m)  # [rows, 128]
             refs.m[index] = m
             refs.l[index] = refs.l[index] * shrink + jnp.sum(p, axis=1, keepdims=True)
-            refs.acc[index] = refs.acc[index] * shrink[:, :1] + dot(p.astype(v.dtype), v, (1, 0))
+            refs.acc[index] = refs.acc[index] * shrink[:, :1] + dot(p.astype(v.dtype), v, (1, 0))  # [rows, v_dim]
 
         attend_ahead(spec, shape, refs, slot, range(0, keys, shape.chunk), shape.chunk, scores, weigh)
 
@@ -124,8 +125,8 @@ class ShortRuns:
         """The results into the buffer from which they are stored."""
         spec, shape, refs = self.spec, self.shape, self.refs
         for h in range(refs.l.shape[0]):
-            l = refs.l[h][:, :1]
-            out = refs.acc[h] / jnp.where(l > 0, l, 1.0)
+            l = refs.l[h][:, :1]  # [rows, 1]
+            out = refs.acc[h] / jnp.where(l > 0, l, 1.0)  # rows without a key give 0, not NaN
             if self.stored_scale != 1:
                 out = out * self.stored_scale
             if refs.v_scale is not None:
@@ -133,7 +134,7 @@ class ShortRuns:
             refs.o_buffer[o_slot, h] = out.astype(refs.o_buffer.dtype)
             if spec.return_lse:
                 l = refs.l[h]  # [rows, 128]
-                logsumexp = refs.m[h] * LN2 + jnp.log(jnp.where(l > 0, l, 1.0))
+                logsumexp = refs.m[h] * LN2 + jnp.log(jnp.where(l > 0, l, 1.0))  # m is in units of log2 e
                 refs.lse_buffer[o_slot, h] = jnp.where(l > 0, logsumexp, -jnp.inf)
 
     def store(self, item: Any, slot: Any) -> None:

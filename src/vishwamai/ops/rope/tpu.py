@@ -151,7 +151,7 @@ def _shifted(x: jax.Array, by: int) -> jax.Array:
     size = x.shape[-1]
     by %= size
     if size % LANES == 0:
-        return pltpu.roll(x, by, axis=x.ndim - 1)
+        return pltpu.roll(x, by, axis=x.ndim - 1)  # whole registers rotate lanes in one operation
     return jnp.concatenate([x[..., size - by :], x[..., : size - by]], axis=-1)
 
 
@@ -160,14 +160,14 @@ def _exchanged(spec: RopeSpec, x: jax.Array) -> jax.Array:
     if not spec.interleaved and 2 * spec.pairs == spec.head_dim:
         return _shifted(x, spec.pairs)
     feature = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    first = feature % 2 == 0 if spec.interleaved else feature < spec.pairs
+    first = feature % 2 == 0 if spec.interleaved else feature < spec.pairs  # the first feature of a pair
     by = 1 if spec.interleaved else spec.pairs
-    return jnp.where(first, _shifted(x, -by), _shifted(x, by))
+    return jnp.where(first, _shifted(x, -by), _shifted(x, by))  # each from the other's place
 
 
 def _turned(spec: RopeSpec, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
-    y = wide * cos + _exchanged(spec, wide) * sin
+    y = wide * cos + _exchanged(spec, wide) * sin  # the sign of the pair's first feature is in `sin`
     if 2 * spec.pairs < spec.head_dim:  # not by cos = 1 and sin = 0, for 0 * NaN is NaN
         feature = lax.broadcasted_iota(jnp.int32, y.shape, y.ndim - 1)
         y = jnp.where(feature < 2 * spec.pairs, y, wide)
@@ -195,7 +195,7 @@ def _kernel(
             few = math.gcd(_position_group(spec), config.chunk_positions)
             for j in range(0, config.chunk_positions, few):
                 part = pl.ds(i * config.chunk_positions + j, few)
-                factors = cos[j : j + few, None, :], sin[j : j + few, None, :]
+                factors = cos[j : j + few, None, :], sin[j : j + few, None, :]  # [few, 1, features], for all heads
                 for x_ref, y_ref in turned:
                     y_ref[part] = _turned(spec, x_ref[part], *factors)
             return
@@ -214,9 +214,9 @@ def _by_feature(spec: RopeSpec, table: jax.Array, first: int) -> jax.Array:
     """A table as a factor of each feature, `[B or 1, T, D]` float32; `first` is the sign for the first of each pair."""
     table = table.astype(jnp.float32)
     if spec.interleaved:
-        spread = jnp.stack([first * table, table], axis=-1).reshape(*table.shape[:-1], -1)
+        spread = jnp.stack([first * table, table], axis=-1).reshape(*table.shape[:-1], -1)  # pairs (0, 1), (2, 3), ...
     else:
-        spread = jnp.concatenate([first * table, table], axis=-1)
+        spread = jnp.concatenate([first * table, table], axis=-1)  # pairs (0, P), (1, P + 1), ... of P
     return jnp.pad(spread, ((0, 0), (0, 0), (0, spec.head_dim - 2 * spec.pairs)))
 
 
@@ -262,6 +262,7 @@ def forward(spec: RopeSpec, config: RopeConfig, operands: Operands) -> tuple[Out
 
 
 def backward(spec: RopeSpec, config: RopeConfig, operands: Operands, cotangents: Outputs) -> Operands:
+    # The inverse of a rotation is the one by the opposite angle.
     dquery, dkey = turn(spec, config, Operands(*cotangents, operands.cos, -operands.sin), "rope_backward")
     return Operands(dquery, dkey, *table_gradients(spec, operands, cotangents))
 

@@ -84,7 +84,7 @@ def heuristic(spec: SoftmaxSpec, target: Target) -> SoftmaxConfig:
     transfer = min(max(row * spec.groups * spec.rows // (cores * STEPS), SMALLEST_TRANSFER), LARGEST_TRANSFER)
     by_memory = (vmem_budget(target) - _chunk_bytes(spec, chunk)) // _row_bytes(spec)
     count = max(1, min(transfer // row, by_memory, round_up(spec.rows, chunk)) // chunk)
-    rows = chunk << (count.bit_length() - 1)
+    rows = chunk << (count.bit_length() - 1)  # chunks by a power of two
     return SoftmaxConfig(rows, chunk, rows * _row_bytes(spec) + _chunk_bytes(spec, chunk))
 
 
@@ -99,6 +99,7 @@ def _by_rows(spec: SoftmaxSpec, config: SoftmaxConfig, body: Any, name: str, **a
             y_ref[rows, :] = body(*values).astype(y_ref.dtype)
 
         count = config.block_rows // config.chunk_rows
+        # Two chunks at once: reductions of one overlap exponentials of the other.
         lax.fori_loop(0, count, chunk, None, unroll=2 if count % 2 == 0 else 1)
 
     block = pl.BlockSpec((None, config.block_rows, spec.features), lambda g, i: (g, i, 0))
@@ -130,6 +131,7 @@ def backward(
     outputs: Outputs,
     cotangents: Outputs,
 ) -> Operands:
+    # The logarithm's result is rounded to the operands' dtype, and its exponential would be off: that starts from x.
     source = operands.x if spec.log else outputs.y
     name = "log_softmax_backward" if spec.log else "softmax_backward"
     slopes = functools.partial(gradient_rows, log=spec.log)

@@ -38,13 +38,14 @@ def _sorted_blocks(indices: jax.Array, target: int, targets: int) -> tuple[jax.A
     along, across = indices[..., target], indices[..., 1 - target]
     # Stable: among equals the caller's order, so that the sums are the same at every call.
     order = jnp.argsort(along, axis=-1, stable=True).astype(jnp.int32)
-    arranged = jnp.take_along_axis(along, order, axis=-1)
+    arranged = jnp.take_along_axis(along, order, axis=-1)  # [L, blocks], ascending
     edges = jnp.arange(targets + 1, dtype=jnp.int32)
-    starts = (arranged[:, :, None] < edges).sum(1, dtype=jnp.int32)
+    starts = (arranged[:, :, None] < edges).sum(1, dtype=jnp.int32)  # [L, targets + 1], as in CSR
     return order.reshape(-1), jnp.take_along_axis(across, order, axis=-1).reshape(-1), starts.reshape(-1)
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    # The MXU rounds float32 operands to bfloat16 unless asked for six passes.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -73,6 +74,7 @@ def _product_body(
     group, strip = pl.program_id(0), pl.program_id(2)
     first_block = group * blocks if own_lists else 0
     first_start = group * (targets + 1) if own_lists else 0
+    # Sides of a block along the contracted axis and along the result's columns.
     take, give = (tiles.shape[2], tiles.shape[1]) if transpose else (tiles.shape[1], tiles.shape[2])
     depth = config.buffers
 
@@ -82,12 +84,12 @@ def _product_body(
     last_block = starts[first_start + targets]
 
     def copy(n: Any) -> Any:
-        slot = lax.rem(n, jnp.int32(depth))
+        slot = lax.rem(n, jnp.int32(depth))  # a ring of buffers
         source = values.at[group if own_values else 0, numbers[first_block + n]]
         return pltpu.make_async_copy(source, tiles.at[slot], arrived.at[slot])
 
     def fetch(n: Any) -> None:
-        pl.when(n < last_block)(lambda: copy(n).start())
+        pl.when(n < last_block)(lambda: copy(n).start())  # past the last block there is nothing to fetch
 
     # The list runs through all strips of a panel of dense rows, and so do the copies.
     @pl.when(strip == 0)
@@ -105,7 +107,7 @@ def _product_body(
     def column(c: Any, carry: None) -> None:
         total[...] = jnp.zeros(total.shape, jnp.float32)
         lax.fori_loop(start_of(c), start_of(c + 1), add, None)
-        out[:, pl.ds(pl.multiple_of(c * give, LANES), give)] = total[...].astype(out.dtype)
+        out[:, pl.ds(pl.multiple_of(c * give, LANES), give)] = total[...].astype(out.dtype)  # [block_m, give]
         return carry
 
     lax.fori_loop(0, jnp.minimum(panel, targets - strip * panel), column, None)
@@ -127,7 +129,7 @@ def _product(
     targets = width // give
     panel = min(config.backward_panel if transpose != spec.transpose else config.panel, targets)
     numbers, places, starts = _sorted_blocks(indices, 0 if transpose else 1, targets)
-    block_m = min(config.block_m, round_up(m, sublanes(dense.dtype)))
+    block_m = min(config.block_m, round_up(m, sublanes(dense.dtype)))  # no more rows than a small operand has
 
     body = functools.partial(
         _product_body,
@@ -257,7 +259,7 @@ def backward(spec: SparseSpec, config: SparseConfig, operands: Operands, cotange
     )
     sides = (cotangent, dense) if spec.transpose else (dense, cotangent)
     d_values = _values_gradient(spec, config, *sides, operands.indices)
-    if operands.values.shape[0] < d_values.shape[0]:
+    if operands.values.shape[0] < d_values.shape[0]:  # one matrix for all groups: its gradients add up
         d_values = d_values.sum(0, keepdims=True)
     return Operands(d_dense.reshape(operands.dense.shape), d_values.astype(operands.values.dtype), None)
 

@@ -79,6 +79,7 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
             f"pipeline: the stages hold {[len(schedule.parts) for schedule in schedules]} parts; give every stage as "
             "many."
         )
+    # Times of actions; slots are chosen below, once the life of every value is known.
     tick_of, sent, arrived = _walk(schedules, stage_of)
 
     # The life of each value: where, from when, until when, as ticks and phases.
@@ -86,7 +87,7 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
     saved, between = [], []
 
     def when(tick: int, phase: int) -> int:
-        return 4 * tick + phase
+        return 4 * tick + phase  # so that reads of a tick come before its writes, sends and receives
 
     for part, stage in stage_of.items():
         for m in range(num_microbatches(schedules)):
@@ -97,9 +98,10 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
                 begin = when(tick_of[producer], _WRITE)
                 if neighbour < 0:
                     continue  # the gradient of the inputs has a place of its own
+                # the last output: its loss is in "I"
                 reads = Action(reader, neighbour, m) if neighbour <= last_part else i
                 if stage_of.get(neighbour, stage) == stage:
-                    values.append((stage, begin, when(tick_of[reads], _READ), ("own", producer)))
+                    values.append((stage, begin, when(tick_of[reads], _READ), ("own", producer)))  # no transfer
                     continue
                 destination = stage_of[neighbour]
                 values.append((stage, begin, when(sent[producer], _SEND), ("out", producer)))
@@ -111,7 +113,8 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
     residual_slot, residual_count = _colour(saved)
     between_slot, between_count = _colour(between)
     column = {name: i for i, name in enumerate(COLUMNS)}
-    table = np.zeros((1 + max(tick_of.values()), stages, len(COLUMNS)), np.int32)
+    table = np.zeros((1 + max(tick_of.values()), stages, len(COLUMNS)), np.int32)  # kind 0: idle
+    # Unused slots point behind the last one, where nothing is read: every tick may write without a branch.
     for name in COLUMNS[column["read"] :]:
         table[:, :, column[name]] = {"kept": residual_count, "between": between_count}.get(name, value_count)
 
@@ -129,7 +132,7 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
         )  # fmt: skip
         if kind != FORWARD:
             put(tick, stage, between=between_slot[Action(INPUT_GRADIENT, part, m)])
-        if kind == WEIGHT_GRADIENT:
+        if kind == WEIGHT_GRADIENT:  # it reads only what its stage saved, and sends nothing
             continue
         if kind == FORWARD:
             source = Action(kind, part - 1, m) if part else None
@@ -184,7 +187,7 @@ def _walk(
                     ready = all(
                         need.kind not in COMPUTE or tick_of.get(need, tick) < tick for need in needs(action, stage_of)
                     )
-                    if computed or not ready:
+                    if computed or not ready:  # one action a tick
                         break
                     tick_of[action], computed = tick, True
                 elif action.kind in (RECV_F, RECV_B):
@@ -196,6 +199,7 @@ def _walk(
                     destination = stage_of[producer.part + (1 if action.kind == SEND_F else -1)]
                     waiting[stage, _is_up(producer, stage, destination, stages)].append(producer)
                 queue.popleft()
+        # One value a tick in each direction: further ones wait for the next tick.
         for values in waiting.values():
             if values:
                 producer = values.popleft()
@@ -214,10 +218,11 @@ def _colour(lives: list) -> tuple[dict, int]:
     used: dict[int, int] = collections.defaultdict(int)
     ends: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
     for stage, begin, end, name in sorted(lives, key=lambda life: life[1]):
+        # Lives in the order of their begin: greedy colouring of intervals needs as few slots as overlap at once.
         while ends[stage] and ends[stage][0][0] < begin:
             heapq.heappush(free[stage], heapq.heappop(ends[stage])[1])
         if free[stage]:
-            slot = heapq.heappop(free[stage])
+            slot = heapq.heappop(free[stage])  # the lowest: the buffer stays short
         else:
             slot = used[stage]
             used[stage] += 1
