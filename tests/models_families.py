@@ -59,6 +59,9 @@ SMALL_MIXTURE = {
 
 MAMBA = {"mamba_d_conv": 3, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_n_heads": 8, "num_hidden_layers": 3}
 
+ZAMBA = {"adapter_rank": 6, "initializer_range": 0.12, "mamba_d_conv": 3, "mamba_d_state": 12, "mamba_ngroups": 2}
+ZAMBA["n_mamba_heads"] = 8
+
 
 def family(name: str) -> Family:
     """The family of an entry of `TINY`; some have several, "NAME, VARIANT"."""
@@ -444,6 +447,21 @@ TINY: dict[str, Peer] = {
             "num_experts": 4,
             "num_hidden_layers": 3,
         },
+    ),
+    "zamba2": Peer(
+        "Zamba2",
+        {
+            **ZAMBA,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 4,
+            "num_mem_blocks": 2,
+            "use_mem_rope": True,
+            "use_shared_attention_adapter": True,
+        },
+    ),
+    "zamba2, groups of heads": Peer(
+        "Zamba2", {**ZAMBA, "layers_block_type": ["hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 3}
     ),
     "minimax": Peer(
         "MiniMax",

@@ -1,9 +1,12 @@
 """Encoders and cross-encoders against transformers and sentence-transformers, on checkpoints of unusual sizes."""
 
+import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import sentence_transformers as st
 import tokenizers
@@ -36,6 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gte": ("Gte", {**SIZES, "hidden_size": 40, "type_vocab_size": 1}),
     "gte-types": ("Gte", {**SIZES, "hidden_size": 40, "type_vocab_size": 0, "rope_theta": 500.0}),
     "nomic_bert": ("NomicBert", {**SIZES, "hidden_size": 40, "type_vocab_size": 2}),
+    "jina_embeddings_v3": ("JinaEmbeddingsV3", {**SIZES, "hidden_size": 40, "type_vocab_size": 1, "pad_token_id": 1}),
     "qwen3": ("Qwen3", LLAMA),
     "gemma3": (
         "Gemma3Text",
@@ -43,7 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
 }  # fmt: skip
-ROTARY = ("gte", "gte-types", "nomic_bert")
+ROTARY = ("gte", "gte-types", "nomic_bert", "jina_embeddings_v3")
 TEXTS = ["a b c", "d", "the q r s t u v w x y z a b c d e f g h", "z y"]
 PAIRS = [("a b c", "d e"), ("x", "y z a b c d e f g h i"), ("q r s t u v w", "q")]
 
@@ -111,6 +115,48 @@ def test_vectors_are_those_of_sentence_transformers(family, tmp_path):
         with pytest.raises(UnsupportedError, match="use_bidirectional_attention.*serve it as an encoder"):
             plan_load(tmp_path / "model", dtype="float32")
     assert is_encoder(tmp_path / "model") == (family != "qwen3")  # which may also write texts
+
+
+def write_tasks(model: Any, folder: Path) -> dict[str, Any]:
+    """Adapters of two tasks in the model's folder; the models with them by the prompt's name."""
+    targets = ["q_proj", "v_proj", "o_proj", "fc1", "fc2", "word_embeddings", "token_type_embeddings", "dense"]
+    adapted = {}
+    for i, name in enumerate(("retrieval.query", "text-matching")):
+        torch.manual_seed(i)
+        settings = peft.LoraConfig(r=3, lora_alpha=5 + i, target_modules=targets, init_lora_weights=False)
+        adapted[name] = peft.get_peft_model(copy.deepcopy(model), settings).eval()
+        adapted[name].save_pretrained(folder / name.replace(".", "_").replace("-", "_"))
+    return adapted
+
+
+def test_adapters_of_tasks_are_chosen_by_the_name_of_the_prompt(tmp_path):
+    model = write(tmp_path, "jina_embeddings_v3")
+    adapted = write_tasks(model, tmp_path)
+    settings = {"prompts": {"retrieval.query": "a b ", "text-matching": ""}, "default_prompt_name": "text-matching"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    ours = SentenceEncoder.from_pretrained(tmp_path)
+    served = Embedder.of_encoder(ours)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for name, prompt in (("retrieval.query", "a b "), ("text-matching", ""), (None, "")):
+        texts = [prompt + text for text in TEXTS]
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        with torch.no_grad():
+            states = adapted[name or "text-matching"](**batch).last_hidden_state
+        mask = batch["attention_mask"][..., None]
+        expected = ((states * mask).sum(1) / mask.sum(1)).numpy()
+        np.testing.assert_allclose(ours.embed(TEXTS, prompt_name=name), expected, atol=5e-5, rtol=5e-5)
+        np.testing.assert_allclose(served(texts, task=name)[0], expected, atol=5e-5, rtol=5e-5)
+    path = tmp_path / "text_matching" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True}))
+    with pytest.raises(UnsupportedError, match="`use_dora` is True"):
+        SentenceEncoder.from_pretrained(tmp_path)
+
+
+def test_adapters_of_tasks_are_those_of_jina_alone(tmp_path):
+    write_tasks(write(tmp_path, "jina_embeddings_v3"), tmp_path)
+    write(tmp_path, "nomic_bert")
+    with pytest.raises(UnsupportedError, match="nomic_bert has no adapters by task"):
+        SentenceEncoder.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3", "gemma3", *ROTARY)])

@@ -35,7 +35,7 @@ UNTRAINED = ("e_score_correction_bias", "expert_bias", "act_fn.beta", "act_fn.ep
 CONSTANTS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 """The same of what follows from the configuration, which we do not write."""
 
-STATES = ("falcon_h1", "mamba", "falcon_mamba", "jamba", "minimax")
+STATES = ("falcon_h1", "mamba", "falcon_mamba", "jamba", "minimax", "zamba2")
 SMALL_GEMMA = ("gemma4_text, layer embeddings", "gemma3n_text")
 NEW = (
     *SMALL_GEMMA,
@@ -58,11 +58,11 @@ DEVICES = (
     *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "mistral4", "afmoe", "minicpm3", "bloom", "falcon"),
     *("falcon, one head of keys", "falcon, in turn", "gpt2", "gpt_bigcode", "gpt_bigcode, all heads", "gptj", "opt"),
     *("cohere", "cohere, norms of heads", "cohere2", "stablelm", "stablelm, norms of heads", "gpt_neox"),
-    *("falcon_h1", "jamba", "glm_moe_dsa"),
+    *("falcon_h1", "jamba", "glm_moe_dsa", "zamba2", "zamba2, groups of heads"),
 )
 ROUNDED = (
     *(*SMALL_GEMMA, "phimoe", "exaone", "hyperclovax", "granitemoeshared"),
-    *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "gpt2", "bloom", "falcon_h1", "falcon_mamba"),
+    *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "gpt2", "bloom", "falcon_h1", "falcon_mamba", "zamba2"),
 )
 
 

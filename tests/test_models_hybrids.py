@@ -20,7 +20,7 @@ from vishwamai.training.config_file import from_dict
 from vishwamai.training.run import train
 
 HYBRIDS = ["mamba2", "bamba", "granitemoehybrid", "nemotron_h", "lfm2_moe", "olmo_hybrid", "kimi_linear"]
-HYBRIDS += ["falcon_h1", "mamba", "falcon_mamba", "jamba", "minimax"]
+HYBRIDS += ["falcon_h1", "mamba", "falcon_mamba", "jamba", "minimax", "zamba2"]
 
 
 def tiny(name: str) -> ModelConfig:

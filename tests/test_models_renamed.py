@@ -1,5 +1,5 @@
 """Families that transformers has no class of: their published files have the mathematics of a family that it has, with
-names and keys of their own. InternLM 2, MiniCPM, Ling and Ring.
+names and keys of their own. InternLM 2, MiniCPM, Ling and Ring, Baichuan 2.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Renamed:
     Attributes:
       fused: name of the tensor that has queries, keys and values; None where they are apart.
       grouped: it has them by head of keys, one group after the other.
+      head_norm: the head's rows are normalized.
+      alibi: logits of attention fall with the distance, and nothing rotates.
     """
 
     peer: Peer
@@ -48,6 +50,27 @@ class Renamed:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fused: str | None = None
     grouped: bool = False
+    head_norm: bool = False
+    alibi: bool = False
+
+    def logits(self, peer: Any, tokens: np.ndarray) -> np.ndarray:
+        """Logits of the model that the file describes."""
+        import torch
+
+        with torch.no_grad():
+            if self.head_norm:
+                peer.lm_head.weight.copy_(torch.nn.functional.normalize(peer.lm_head.weight))
+            if not self.alibi:
+                return models_peer.peer_logits(peer, tokens)
+            heads, (rows, length) = SIZES["num_attention_heads"], tokens.shape
+            slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1) / heads)
+            distance = torch.arange(length)[:, None] - torch.arange(length)
+            bias = torch.where(distance >= 0, -slopes[:, None, None] * distance, float("-inf"))
+            options = {
+                "attention_mask": bias.expand(rows, -1, -1, -1),
+                "position_ids": torch.zeros(tokens.shape).long(),
+            }
+            return peer(torch.as_tensor(tokens), use_cache=False, **options).logits.numpy()
 
     def tensors(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         renamed = {}
@@ -125,6 +148,19 @@ FILES = {
     ),
 }
 
+BAICHUAN = {"model_type": "baichuan", "num_key_value_heads": None, "_from_model_config": True, "z_loss_weight": 0}
+for variant, keys in (
+    ("baichuan", {}),
+    ("baichuan, alibi", {"max_position_embeddings": None, "model_max_length": 256}),
+):
+    FILES[variant] = Renamed(
+        Peer("Llama", {"num_key_value_heads": 4}),
+        {**BAICHUAN, **keys},
+        fused="self_attn.W_pack",
+        head_norm=True,
+        alibi=bool(keys),
+    )
+
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_published_file_gives_the_logits_of_its_like(name: str, tmp_path: Path) -> None:
@@ -140,12 +176,13 @@ def test_a_published_file_gives_the_logits_of_its_like(name: str, tmp_path: Path
         "rope_scaling": None,
         **file.keys,
     }
+    values = {key: value for key, value in values.items() if value is not None or key == "rope_scaling"}
     values["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
     (tmp_path / "file" / "config.json").write_text(json.dumps(values))
 
     model = from_pretrained(tmp_path / "file", dtype=jnp.float32)
     tokens = np.random.default_rng(0).integers(3, 131, (2, 48))
-    logits, expected = np.asarray(model.logits(model(jnp.asarray(tokens)))), models_peer.peer_logits(peer, tokens)
+    logits, expected = np.asarray(model.logits(model(jnp.asarray(tokens)))), file.logits(peer, tokens)
     assert np.abs(logits - expected).max() <= 2e-5 * np.abs(expected).max()
 
     save_pretrained(model, tmp_path / "ours")

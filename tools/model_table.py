@@ -25,6 +25,7 @@ from vishwamai.models.layers.lightning import Lightning
 from vishwamai.models.layers.mamba1 import Mamba1
 from vishwamai.models.layers.mamba2 import Mamba2
 from vishwamai.models.layers.mixture import GatedAndMixture
+from vishwamai.models.layers.shared_block import SharedBlockAndMamba
 from vishwamai.models.layers.short_conv import ShortConv
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +49,7 @@ def layers(family: Family) -> list[str]:
         "short convolutions": ShortConv in family.mixers.values(),
         "state spaces": any(issubclass(mixer, (Mamba1, Mamba2)) for mixer in family.mixers.values()),
         "attention and a state space in one layer": AttentionAndMamba in family.mixers.values(),
+        "blocks of attention that layers share": SharedBlockAndMamba in family.mixers.values(),
         "lightning attention": Lightning in family.mixers.values(),
         "gated delta nets": any(issubclass(mixer, GatedDelta) for mixer in family.mixers.values()),
         "a gate of attention's output": "output_gate" in fields,
@@ -56,7 +58,8 @@ def layers(family: Family) -> list[str]:
         "attention within blocks": "attention_chunk_size" in reads,
         "a window or none by layer": {"sliding_window", "layer_types"} <= reads,
         "learned positions": "learned_positions" in fields,
-        "ALiBi": "alibi" in fields,
+        "ALiBi": "alibi" in family.fields,
+        "rotation or ALiBi": "alibi" in family.keys,
         "layers without rotation": "no_rope_layers" in reads or (not family.global_rope and rotates),
         "rotation by kind of layer": family.local_theta is not None,
         "sizes of heads by kind of layer": bool(fields & {"full_attention.num_kv_heads", "full_attention.head_dim"}),
@@ -77,6 +80,7 @@ def layers(family: Family) -> list[str]:
         "soft-caps": "final_logit_softcap" in fields,
         "sinks": bool(fields & {"sinks", "sliding_attention.sinks"}),
         "a bias of the head": "head_bias" in fields,
+        "a head with normalized rows": "head_norm" in fields,
         "multipliers": bool(fields & {"residual_multiplier", "mlp_multipliers", "mlp_stream_scale"}),
         "experts": "experts.count" in fields,
         "groups of experts": "experts.num_groups" in fields,

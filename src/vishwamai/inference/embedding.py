@@ -40,11 +40,13 @@ class Embedder:
     Attributes:
       prompts: texts that come before an input, by name.
       default_prompt: name of the prompt where none is asked for, or None.
+      tasks: functions in place of `forward`, by the prompt's name.
       cross: the cross-encoder that judges pairs, in place of vectors; or None.
     """
 
     prompts: Mapping[str, str] = {}
     default_prompt: str | None = None
+    tasks: Mapping[str, Callable[..., Any]] = {}
     cross: CrossEncoder | None = None
 
     def __init__(
@@ -67,6 +69,7 @@ class Embedder:
         """Of a sentence encoder, with its own pooling and prompts."""
         embedder = cls(encoder, partial(encoder.ids, cut=False), encoder.max_tokens, encoder.config.vocab_size)
         embedder.prompts, embedder.default_prompt = encoder.prompts, encoder.default_prompt
+        embedder.tasks = {name: partial(encoder, task=name) for name in encoder.tasks}
         return embedder
 
     @classmethod
@@ -142,24 +145,26 @@ class Embedder:
                 on_program(i, total, f"embeddings of {rows} texts, {length} tokens")
             arrays = padded([[0]], rows, length)
             types = () if self.cross is None else (np.zeros_like(arrays[0]),)
-            jax.block_until_ready(self._forward(*map(jnp.asarray, (*arrays, *types))))
+            for forward in (self._forward, *self.tasks.values()):  # tasks of one rank share a program
+                jax.block_until_ready(forward(*map(jnp.asarray, (*arrays, *types))))
         if on_program is not None:
             on_program(total, total, "")
 
     def __call__(
-        self, inputs: Sequence[str | Sequence[int]], truncate: int | None = None
+        self, inputs: Sequence[str | Sequence[int]], truncate: int | None = None, task: str | None = None
     ) -> tuple[Float[np.ndarray, "inputs features"], int]:
         """The vectors of texts or token ids, float32, in their order, and how many tokens were computed.
 
         Args:
           inputs: texts, which get the tokenizer's special tokens, or token ids, which are taken as they are.
           truncate: keep so many tokens of each at most; -1: as many as the model takes; None: a longer one is an error.
+          task: name of the prompt, whose adapter computes them if there is one; None: that of `default_prompt`.
 
         Raises:
           ShapeError: an input is empty, too long, a text without a tokenizer, or has an id that is not of the vocab.
         """
         ids = self.ids(inputs, truncate)
-        return self._computed(ids), sum(map(len, ids))
+        return self._computed(ids, task=task or self.default_prompt), sum(map(len, ids))
 
     def scores(
         self, pairs: Sequence[tuple[str, str]], truncate: int | None = None
@@ -188,8 +193,11 @@ class Embedder:
             ids, types = self.cross.cut(pairs, max(most, self.cross.special_tokens))
         return self._computed(ids, types)[:, 0], sum(map(len, ids))
 
-    def _computed(self, ids: Sequence[list[int]], types: Sequence[list[int]] | None = None) -> Any:
+    def _computed(
+        self, ids: Sequence[list[int]], types: Sequence[list[int]] | None = None, task: str | None = None
+    ) -> Any:
         """What the model computes of each text, float32; texts of like length share a batch."""
+        forward = self.tasks.get(task or "", self._forward)
         out: list[Any] = [None] * len(ids)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         while order:
@@ -202,7 +210,7 @@ class Embedder:
             if types is not None:
                 arrays = (*arrays, padded([types[i] for i in group], rows, length)[0])
             with self._lock:
-                vectors = np.asarray(self._forward(*map(jnp.asarray, arrays)), np.float32)
+                vectors = np.asarray(forward(*map(jnp.asarray, arrays)), np.float32)
             for row, i in enumerate(group):
                 out[i] = vectors[row]
         return np.stack(out)

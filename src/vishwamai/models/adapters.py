@@ -60,17 +60,7 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> dict[Place, Thin
       ShapeError: a file is missing or damaged, or does not fit the model.
       UnsupportedError: it is not LoRA of the layers' products alone.
     """
-    settings_path, path = Path(directory) / "adapter_config.json", Path(directory) / "adapter_model.safetensors"
-    for file in (settings_path, path):
-        if not file.is_file():
-            raise ShapeError(f"{file}: the file is missing; expected an adapter as the library peft writes it.")
-    settings = read_json(settings_path)
-    for key, plain in _PLAIN.items():
-        if settings.get(key, plain) not in (plain, None, [] if plain is None else plain):
-            raise UnsupportedError(
-                f"{settings_path}: `{key}` is {settings[key]!r:.100}; adapters with {plain!r} are served. Merge it "
-                "into the model instead."
-            )
+    settings_path, path, settings = _settings(directory)
     tensors = read_header(path)
     places = _places(config)
     adapter: dict[Place, Thin] = {}
@@ -100,6 +90,48 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> dict[Place, Thin
             f"{', '.join(TARGETS)} of this model's {config.num_layers} layers, which alone may have adapters."
         )
     return adapter
+
+
+def read_modules(directory: str | Path) -> dict[str, Thin]:
+    """The matrices of an adapter by the names of the modules, those of tables of embeddings too.
+
+    Args:
+      directory: folder that peft wrote.
+
+    Raises:
+      ShapeError: a file is missing or damaged.
+      UnsupportedError: it is not plain LoRA.
+    """
+    settings_path, path, settings = _settings(directory)
+    tensors, halves = read_header(path), {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_(embedding_)?([AB])(\.weight)?", name)
+        if match is None or len(tensor.shape) != 2:
+            raise UnsupportedError(f"{path}: `{name}` is not a matrix of LoRA; no other adapters are computed.")
+        halves.setdefault(match[1], {})[match[3]] = np.asarray(tensor.read()).astype(np.float32)
+    for module, pair in halves.items():
+        if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
+            raise ShapeError(f"{path}: the matrices of `{module}` are not two of one rank; save the adapter again.")
+    return {
+        module: (pair["A"].T, _scale(settings, module, pair["A"].shape[0], settings_path) * pair["B"].T)
+        for module, pair in halves.items()
+    }
+
+
+def _settings(directory: str | Path) -> tuple[Path, Path, dict[str, Any]]:
+    """The files of an adapter's settings and matrices, and the settings, which are those of plain LoRA."""
+    settings_path, path = Path(directory) / "adapter_config.json", Path(directory) / "adapter_model.safetensors"
+    for file in (settings_path, path):
+        if not file.is_file():
+            raise ShapeError(f"{file}: the file is missing; expected an adapter as the library peft writes it.")
+    settings = read_json(settings_path)
+    for key, plain in _PLAIN.items():
+        if settings.get(key, plain) not in (plain, None, [] if plain is None else plain):
+            raise UnsupportedError(
+                f"{settings_path}: `{key}` is {settings[key]!r:.100}; adapters with {plain!r} are served. Merge it "
+                "into the model instead."
+            )
+    return settings_path, path, settings
 
 
 def _places(config: ModelConfig) -> dict[Place, tuple[Piece, tuple[int, ...]]]:

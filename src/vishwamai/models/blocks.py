@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 import vishwamai
 from vishwamai.core.activations import activate
+from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.weight import Weight
 
 if TYPE_CHECKING:
@@ -51,6 +53,23 @@ def norm(config: ModelConfig, x: Any, scale: Any, residual: Any = None, bias: An
         return vishwamai.layer_norm(x, scale, bias, eps=config.norm_eps, residual=residual)
     offset = 1.0 if config.norm_offset else 0.0
     return vishwamai.rms_norm(x, scale, eps=config.norm_eps, scale_offset=offset, residual=residual)
+
+
+def head_matrix(config: ModelConfig, head: Any) -> Any:
+    """The head `[vocab, hidden]` that the logits are a product with, of the head as the model has it.
+
+    Raises:
+      UnsupportedError: its rows are normalized, and it is not an array.
+    """
+    if not config.head_norm or isinstance(head, PackedQTensor):  # `pack_weights` packs normalized ones
+        return head
+    if not isinstance(head, jax.Array):
+        raise UnsupportedError(
+            f"{config.family}: the head's rows are normalized, so it is not quantized; load it plain."
+        )
+    wide = head.astype(jnp.promote_types(head.dtype, jnp.float32))
+    length = jnp.sqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True))
+    return (wide / jnp.maximum(length, 1e-12)).astype(head.dtype)
 
 
 def final_norm(config: ModelConfig, arrays: Mapping[str, Any], x: Any, residual: Any = None) -> Any:

@@ -42,6 +42,7 @@ _LEAST = {
     "dense_layers": 0,
     "experts.margin": 0,
     "experts.shared": 0,
+    "hybrid.uses": 0,
     "initializer_range": 0,
     "linear_attention.least_step": 0,
     "norm_eps": 0,
@@ -82,6 +83,7 @@ class ModelConfig:
       residual_depth: each block's output is multiplied by it and divided by the root of the number of layers (MiniCPM).
       logit_base: the model's logits are divided by the share of `hidden_size` in it (MiniCPM).
       head_bias: the head has a bias.
+      head_norm: the head's rows are divided by their lengths (Baichuan 2).
       learned_positions: a row of a learned table is added to each embedding by its position (GPT-2).
       position_offset: rows of that table before the one of position 0 (OPT).
       embedding_norm: embeddings are normalized (Bloom).
@@ -148,6 +150,7 @@ class ModelConfig:
     residual_depth: float | None = None
     logit_base: int | None = None
     head_bias: bool = False
+    head_norm: bool = False
     learned_positions: bool = False
     position_offset: int = 0
     embedding_norm: bool = False
@@ -306,7 +309,8 @@ class ModelConfig:
         """The field of that name, or the first mixer of that layer type; None where the model has no such layer."""
         if name in _SECTIONS:
             return getattr(self, name)
-        return next((kind.mixer for kind in self.layers if kind.mixer.layer_type == name), None)
+        mixers = [kind.mixer for kind in self.layers]
+        return next((mixer for mixer in mixers if name in (mixer.layer_type, mixer.sizes_of)), None)
 
 
 @checked

@@ -46,7 +46,7 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
                 variable.set_value(jax.block_until_ready(pack_weight(variable.get_value())))
     if quantize_head:
         variable = model.embed if model.config.tie_embeddings else model.head
-        table = jax.jit(lambda x: quantize(x, HEAD.format, axis=-1, block_size=HEAD.block_size))(variable.get_value())
+        table = jax.jit(lambda x: quantize(x, HEAD.format, axis=-1, block_size=HEAD.block_size))(model.head_weight())
         variable.set_value(jax.block_until_ready(pack_weight(table, transpose=True)))
     return model
 

@@ -13,7 +13,7 @@ import vishwamai
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import final_norm, in_dtype
+from vishwamai.models.blocks import final_norm, head_matrix, in_dtype
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.inputs import embedded, layer_inputs
 from vishwamai.models.layers.altup import first_streams, last_stream
@@ -21,6 +21,7 @@ from vishwamai.models.layers.feed_forward import ExpertLoad
 from vishwamai.models.layers.indexed import first_index
 from vishwamai.models.layers.layer import layer
 from vishwamai.models.layers.mixer import Rows, Step
+from vishwamai.models.layers.shared_block import first_memory
 from vishwamai.models.pages import PagedBatch, first_entry
 from vishwamai.models.parameters import Parameter, parameter_axes, top_parameters
 from vishwamai.models.periods import Segment, segments, stacks_layers
@@ -185,7 +186,7 @@ class Decoder(nnx.Module):
 
     def head_weight(self) -> Float[Array, "vocab hidden"]:
         """The head `[vocab, hidden]`, as `vishwamai.linear_cross_entropy` takes it: the embedding table if tied."""
-        return (self.embed if self.config.tie_embeddings else self.head).get_value()
+        return head_matrix(self.config, (self.embed if self.config.tie_embeddings else self.head).get_value())
 
     def logits(self, hidden: Float[Array, "*tokens hidden"]) -> Float[Array, "*tokens vocab"]:
         """float32 logits of hidden states, with the family's final soft-cap."""
@@ -212,7 +213,7 @@ class Decoder(nnx.Module):
         inputs = layer_inputs(self.config, top, ids, x, axes)
         if self.config.altup is not None:
             x = first_streams(self.config, top, x)
-        memory = first_index(self.config, x.shape[:2], tokens, pools)
+        memory = {**first_index(self.config, x.shape[:2], tokens, pools), **first_memory(self.config, x)}
         carry, states, start = (x, jnp.zeros_like(x), memory), [], 0
         loads: list[ExpertLoad | None] = []
         periods: dict[Any, Callable[..., Any]] = {}

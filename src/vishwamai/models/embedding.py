@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vishwamai.core.errors import ShapeError
+from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.pallas import round_up
 from vishwamai.models import bert
+from vishwamai.models.adapters import read_modules
 from vishwamai.models.encoders import EncoderConfig, read_encoder_config
 from vishwamai.models.hub import local_model
 from vishwamai.models.pooling import Pooling
+from vishwamai.models.rotary_bert import RotaryBertConfig
 from vishwamai.models.sentence_files import Dense, Normalize, read_sentence_files
 from vishwamai.models.values import read_json
 
@@ -50,6 +52,7 @@ class SentenceEncoder:
       head: modules behind the pooling, in their order.
       prompts: texts that come before an input, by name.
       default_prompt: name of the prompt where none is asked for, or None.
+      tasks: parameters with the adapter of a task, by the prompt's name.
     """
 
     parameters: Any
@@ -61,6 +64,7 @@ class SentenceEncoder:
     head: tuple[Dense | Normalize, ...] = ()
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     default_prompt: str | None = None
+    tasks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_pretrained(
@@ -70,8 +74,9 @@ class SentenceEncoder:
         (`modules.json`, `sentence_bert_config.json`, prompts) where they exist. Without `modules.json` a vector is the
         mean of its tokens and is not normalized, as sentence-transformers does it.
 
-        BERT, RoBERTa, XLM-R, ModernBERT, GTE and Nomic BERT are read, and decoders, such as Qwen3 and Gemma 3 with
-        attention in both directions.
+        BERT, RoBERTa, XLM-R, ModernBERT, GTE, Nomic BERT and Jina Embeddings v3 are read, and decoders, such as Qwen3
+        and Gemma 3 with attention in both directions. Folders with adapters of peft are those of tasks: a text whose
+        prompt has the folder's name is computed with its adapter (`retrieval_query` is that of "retrieval.query").
 
         Args:
           directory: folder of the files, or a name of the Hugging Face Hub, "ORG/NAME@REVISION".
@@ -86,9 +91,22 @@ class SentenceEncoder:
         files = read_sentence_files(directory, dtype)
         config = read_encoder_config(files.folder)
         tokenizer = read_raw_tokenizer(files.folder, config.vocab_size)
-        length, parameters = longest_text(files.folder, config), config.read(files.folder, dtype)
-        prompts: Any = (files.prompts, files.default_prompt)
-        return cls(parameters, config, tokenizer, length, files.pooling, operations, files.head, *prompts)
+        length = longest_text(files.folder, config)
+        parameters: Any = config.read(files.folder, dtype)
+        prompts, default, tasks = dict(files.prompts), files.default_prompt, {}
+        folders = {path.parent.name: path.parent for path in files.folder.glob("*/adapter_config.json")}
+        if folders and not isinstance(config, RotaryBertConfig):
+            raise UnsupportedError(
+                f"{files.folder}: {config.model_type} has no adapters by task; Jina Embeddings v3 has."
+            )
+        for name in {*folders, *files.names}:
+            folder = folders.get(name.replace(".", "_").replace("-", "_"))
+            if folder is not None and isinstance(config, RotaryBertConfig):
+                prompts.setdefault(name, "")
+                tasks[name] = config.adapted(parameters, read_modules(folder), folder)
+        default = files.default_name if files.default_name in tasks else default
+        behind: Any = (files.pooling, operations, files.head, prompts, default, tasks)
+        return cls(parameters, config, tokenizer, length, *behind)
 
     def ids(self, texts: Sequence[str], *, cut: bool = True) -> list[list[int]]:
         """Token ids of texts with their special tokens, the text's end cut to `max_tokens` in all if `cut`."""
@@ -109,10 +127,11 @@ class SentenceEncoder:
         length = min(self.max_tokens, round_up(max(map(len, ids)), step))
         return padded(ids, len(ids), length)
 
-    def __call__(self, tokens: Any, mask: Any) -> Any:
-        """Vectors `[batch, hidden]` of tokenized sentences."""
+    def __call__(self, tokens: Any, mask: Any, task: str | None = None) -> Any:
+        """Vectors `[batch, hidden]` of tokenized sentences, by the adapter of a task if there is one of that name."""
         options: Any = {"config": self.config, "pooling": self.pooling, "operations": self.operations}
-        return _embed(self.parameters, self.head, tokens, mask, **options)
+        parameters = self.tasks.get(task or "", self.parameters)
+        return _embed(parameters, self.head, tokens, mask, **options)
 
     def prompt(self, name: str | None = None) -> str:
         """The text that comes before an input.
@@ -148,7 +167,7 @@ class SentenceEncoder:
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             tokens, mask = self.tokenize([prompt + texts[i] for i in rows])
-            out[rows] = np.asarray(self(tokens, mask), np.float32)
+            out[rows] = np.asarray(self(tokens, mask, prompt_name or self.default_prompt), np.float32)
         return out
 
     @property

@@ -50,6 +50,7 @@ _KINDS: Mapping[str, tuple[type, float | None]] = {
     "sliding_window": (int, None),
     "sliding_window_pattern": (int, None),
     "use_double_wide_mlp": (bool, None),
+    "use_mem_rope": (bool, None),
     "use_sliding_window": (bool, None),
 }
 """The type of each key that is read here, and the smallest number, as of `check_value`."""
@@ -235,7 +236,9 @@ def read_layers(
         rope = ropes.get(kind, ropes["full_attention"])
         if not turns or not (family.global_rope or slides or (family.global_rope is False and window is None)):
             rope = _unrotated(values, reads, rope.theta)
-        mixer = family.mixers[kind].read(sizes.get(kind, {}), windows.get(kind), rope).placed(layer, count)
+        further = sizes.get(family.mixers[kind].sizes_of or kind, {})
+        mixer = family.mixers[kind].read({**further, **sizes.get(kind, {})}, windows.get(kind), rope)
+        mixer = mixer.placed(layer, count)
         network = family.mixture if sparse else family.feed_forward
         kinds.append(LayerKind(mixer, family.feed_forwards.get(kind, network), family.norms.get(kind)))
     if "activation_sparsity_pattern" in reads:
@@ -302,6 +305,10 @@ def _unrotated(values: Mapping[str, Any], reads: frozenset[str], theta: float) -
 def _rotated(family: Family, values: Mapping[str, Any], count: int, source: str) -> list[bool]:
     """For every layer whether it rotates queries and keys, by the keys of Granite 4 and SmolLM3."""
     if "position_embedding_type" in family.reads() and values.get("position_embedding_type") != "rope":
+        return [False] * count
+    if "alibi" in family.reads() and values.get("alibi"):
+        return [False] * count
+    if "use_mem_rope" in family.reads() and not values.get("use_mem_rope"):
         return [False] * count
     if "no_rope_layers" not in family.reads():
         return [True] * count
@@ -406,6 +413,8 @@ def write_layers(layers: Sequence[LayerKind], family: Family) -> dict[str, Any]:
         values["attn_layer_indices"] = [i for i, kind in enumerate(types) if kind == "full_attention"]
     if "position_embedding_type" in reads:
         values["position_embedding_type"] = "rope" if ropes else None
+    if "use_mem_rope" in reads:
+        values["use_mem_rope"] = bool(ropes)
     if "num_kv_shared_layers" in reads:
         values["num_kv_shared_layers"] = sum(kind.sharing == "reads" for kind in layers)
     networks = [kind.feed_forward for kind in layers if isinstance(kind.feed_forward, Gated)]

@@ -67,6 +67,8 @@ class SentenceFiles:
       head: modules behind it, in their order.
       prompts: texts that come before an input, by name.
       default_prompt: name of the prompt where none is asked for, or None.
+      names: names of all prompts, those of empty ones too.
+      default_name: `default_prompt`, of an empty one too.
     """
 
     folder: Path
@@ -74,6 +76,8 @@ class SentenceFiles:
     head: tuple[Dense | Normalize, ...] = ()
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     default_prompt: str | None = None
+    names: tuple[str, ...] = ()
+    default_name: str | None = None
 
 
 def read_sentence_files(directory: Path, dtype: Any = jnp.float32) -> SentenceFiles:
@@ -84,9 +88,9 @@ def read_sentence_files(directory: Path, dtype: Any = jnp.float32) -> SentenceFi
       UnsupportedError: a module or a mode is not one of those that are computed; the text names it.
     """
     path = directory / "modules.json"
-    prompts, default = _prompts(directory)
+    prompts, default, names, default_name = _prompts(directory)
     if not path.exists():
-        return SentenceFiles(directory, Pooling(normalize=False), (), prompts, default)
+        return SentenceFiles(directory, Pooling(normalize=False), (), prompts, default, names, default_name)
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
         kinds = [(str(module["type"]).rsplit(".", 1)[-1], str(module["path"])) for module in modules]
@@ -112,7 +116,7 @@ def read_sentence_files(directory: Path, dtype: Any = jnp.float32) -> SentenceFi
                 f"{path}: module {kind!r} is not computed; only Transformer, Pooling, Dense, Normalize are."
             )
     first = bool(head) and isinstance(head[0], Normalize)
-    return SentenceFiles(folder, Pooling(mode, first), tuple(head[first:]), prompts, default)
+    return SentenceFiles(folder, Pooling(mode, first), tuple(head[first:]), prompts, default, names, default_name)
 
 
 def _dense(folder: Path, dtype: Any) -> Dense:
@@ -132,11 +136,12 @@ def _dense(folder: Path, dtype: Any) -> Dense:
     return Dense(reader.linear(*sizes, "linear", bias=bias), activation)
 
 
-def _prompts(directory: Path) -> tuple[dict[str, str], str | None]:
+def _prompts(directory: Path) -> tuple[dict[str, str], str | None, tuple[str, ...], str | None]:
     path = directory / "config_sentence_transformers.json"
     values = read_json(path) if path.exists() else {}
     prompts, default = values.get("prompts") or {}, values.get("default_prompt_name")
     texts = isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())
     if not texts or (default is not None and default not in prompts):
         raise ShapeError(f"{path}: `prompts` are {prompts!r:.100}; expected texts by name, the default one among them.")
-    return {name: text for name, text in prompts.items() if text}, default if prompts.get(default or "") else None
+    texts = {name: text for name, text in prompts.items() if text}
+    return texts, default if default in texts else None, tuple(prompts), default

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import vishwamai
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
-from vishwamai.models.blocks import in_dtype
+from vishwamai.models.blocks import head_matrix, in_dtype
 from vishwamai.models.config import ModelConfig
 from vishwamai.training.packing import IGNORED
 
@@ -28,10 +28,12 @@ def head_operands(
       axes: mesh axes over which the model is split.
     """
     head = arrays["embed" if config.tie_embeddings else "head"]
+    if axes.features is not None and (config.head_bias or config.head_norm):
+        part = "a bias" if config.head_bias else "normalized rows"
+        raise UnsupportedError(f"{config.family}: a head with {part} is not split by features; set mesh.fsdp=1.")
+    head = head_matrix(config, head)
     if not config.head_bias:
         return hidden, head
-    if axes.features is not None:
-        raise UnsupportedError(f"{config.family}: a head with a bias is not split by features; set mesh.fsdp=1.")
     ones = jnp.ones_like(hidden[..., :1])
     bias = arrays["head_bias"][:, None].astype(head.dtype)
     return jnp.concatenate([hidden, ones], axis=-1), jnp.concatenate([head, bias], axis=1)

@@ -87,7 +87,8 @@ class Vectors:
         if getattr(self.embed, "cross", None) is not None:
             raise HttpError(400, f"{self.name!r} is a cross-encoder, which answers /v1/score and /v1/rerank.", "model")
         try:
-            vectors, tokens = await run_in_threadpool(self.embed, inputs, body.truncate_prompt_tokens)
+            task = {"task": body.prompt_name} if getattr(self.embed, "tasks", None) else {}
+            vectors, tokens = await run_in_threadpool(self.embed, inputs, body.truncate_prompt_tokens, **task)
         except ShapeError as error:
             raise HttpError(400, str(error), "input") from error
         record_of(request.scope).prompt_tokens = tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vishwamai.models.families.baichuan import BAICHUAN
 from vishwamai.models.families.cohere import COHERE
 from vishwamai.models.families.conv import CONV
 from vishwamai.models.families.corrected_experts import CORRECTED_MIXTURES
@@ -22,6 +23,7 @@ from vishwamai.models.families.position import POSITION
 from vishwamai.models.families.selective import SELECTIVE
 from vishwamai.models.families.sparse import SPARSE
 from vishwamai.models.families.ungated import UNGATED
+from vishwamai.models.families.zamba2 import ZAMBA2
 
 FAMILIES: Mapping[str, Family] = {
     **DENSE,
@@ -41,6 +43,8 @@ FAMILIES: Mapping[str, Family] = {
     **SELECTIVE,
     **FALCON_H1,
     **MINIMAX,
+    **ZAMBA2,
+    **BAICHUAN,
 }
 
 __all__ = ["FAMILIES", "IDLE", "IGNORED", "Family"]

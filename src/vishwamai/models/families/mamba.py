@@ -56,14 +56,14 @@ TRAINING = ("rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 
 
-def _check_heads(values: Mapping[str, Any], expand: str, heads: str, dim: str, source: str) -> None:
+def check_heads(values: Mapping[str, Any], expand: str, heads: str, dim: str, source: str) -> None:
     """Checks that the heads divide `expand * hidden_size`, and that `dim` says what follows from it.
 
     Raises:
       ShapeError: they do not, or a value has another type than its key.
     """
     defaults = {**IN_HEADS_DEFAULTS, "expand": 2, "num_heads": 128, "hidden_size": 4096}
-    sizes = {key: values.get(key, defaults[key]) for key in (expand, heads, "hidden_size")}
+    sizes = {key: values.get(key, defaults.get(key)) for key in (expand, heads, "hidden_size")}
     for key, value in sizes.items():
         check_value(key, value, int, source, 1)
     inner, count = sizes[expand] * sizes["hidden_size"], sizes[heads]
@@ -87,7 +87,7 @@ def mamba2_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     >>> mamba2_values({"hidden_size": 64, "num_heads": 8, "head_dim": 16, "num_hidden_layers": 1}, "")["layer_types"]
     ['linear_attention']
     """
-    _check_heads({"head_dim": 64, **values}, "expand", "num_heads", "head_dim", source)
+    check_heads({"head_dim": 64, **values}, "expand", "num_heads", "head_dim", source)
     count = values.get("num_hidden_layers")
     types = {"layer_types": ["linear_attention"] * count} if isinstance(count, int) and 0 < count < 10_000 else {}
     return {**types, **values}
@@ -106,7 +106,7 @@ def bamba_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     >>> bamba_values({"hidden_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16}, "config.json")
     {'hidden_size': 64, 'mamba_n_heads': 8}
     """
-    _check_heads(values, "mamba_expand", "mamba_n_heads", "mamba_d_head", source)
+    check_heads(values, "mamba_expand", "mamba_n_heads", "mamba_d_head", source)
     return {key: value for key, value in values.items() if key != "mamba_d_head"}
 
 

@@ -152,6 +152,10 @@ class Attention(Mixer):
         """Segments of the tokens of rows `x` `[batch, seq, hidden]`; None for one segment a row."""
         return rows.segment_ids
 
+    def product(self, arrays: Arrays, name: str, x: Any) -> Any:
+        """What "query", "key" or "value" is made of."""
+        return linear(x, arrays[name], arrays.get(f"{name}_bias"))
+
     def _heads(self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE) -> tuple[Any, ...]:
         """Queries, keys and values `[batch, seq, heads, head_dim]` of the heads that the device has, and the logits of
         the output's gate (None without). A layer that reads those of another has None for keys and values.
@@ -161,7 +165,7 @@ class Attention(Mixer):
             dim = self.value_dim(config) if name == "value" else self.sizes(config)[1]
             if name != "query" and (self.sharing == "reads" or (name == "value" and self.shared_value)):
                 continue
-            y = checkpoint_name(linear(x, arrays[name], arrays.get(f"{name}_bias")), name)
+            y = checkpoint_name(self.product(arrays, name, x), name)
             scale = arrays.get(f"{name}_norm")
             if config.output_gate and name == "query":  # a head's queries, then its gate
                 y, gate = jnp.split(y.reshape(*x.shape[:-1], -1, 2 * dim), 2, axis=-1)

@@ -24,6 +24,7 @@ from vishwamai.models.layers.feed_forward import ExpertLoad, FeedForward, Gated
 from vishwamai.models.layers.indexed import INDEX, SharedIndexAttention
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
 from vishwamai.models.layers.mixture import GatedAndMixture, Mixture
+from vishwamai.models.layers.shared_block import SharedBlockAndMamba
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, norm_parameters
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ NORMS: Mapping[str, tuple[str, ...]] = {
     "parallel": ("attention_norm", "mlp_norm"),
     "shared": ("attention_norm",),
     "stream": ("attention_norm", "mlp_norm"),
+    "mixer": (),
 }
 """Names of a layer's norms, by `ModelConfig.norms`."""
 
@@ -61,7 +63,7 @@ class LayerKind:
     Attributes:
       mixer: the half in which tokens exchange information.
       feed_forward: the half that computes each token on its own.
-      norms: where it normalizes; None for `ModelConfig.norms`.
+      norms: where it normalizes; None for `ModelConfig.norms`; "mixer" where the mixer does so itself.
     """
 
     mixer: Mixer = Attention()
@@ -75,8 +77,8 @@ class LayerKind:
 
     @property
     def sharing(self) -> str | None:
-        """`Attention.sharing` of the mixer; None of other mixers."""
-        return self.mixer.sharing if isinstance(self.mixer, Attention) else None
+        """`sharing` of the mixer; None of mixers that share nothing."""
+        return self.mixer.sharing if isinstance(self.mixer, (Attention, SharedBlockAndMamba)) else None
 
     @property
     def mixes(self) -> bool:
@@ -91,7 +93,7 @@ class LayerKind:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors of checkpoints by the parameter's name, where a family has no other."""
-        return {**_TENSORS, **self.mixer.tensors, **self.feed_forward.tensors}
+        return {**_TENSORS, **self.mixer.layer_tensors, **self.feed_forward.tensors}
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """The parameters of one layer by name."""
@@ -126,7 +128,7 @@ def layer(
       arrays: its parameters by name.
       carry: (stream, delta, memory): `[batch, seq, hidden]` twice, whose sum is the layer's input (a delta of None is
         0), and by type of layer the keys and values, or the pool and its index, of layers whose `sharing` is "writes";
-        and the tokens chosen, where layers share them (`indexed.first_index`).
+        and the tokens chosen, where layers share them (`indexed.first_index`), and what `shared_block` shares.
       tokens: whole sequences, or the new tokens of a step.
       pool, first: state and index of `Mixer.step`; None for whole sequences.
       token_mask: mask of `FeedForward`.
@@ -199,6 +201,8 @@ def _mixed(
         assert isinstance(mixer, SharedIndexAttention)
         mixed, pool, index = mixer.mixed(config, arrays, x, tokens, pool, first, memory[INDEX])
         return mixed, pool, {**memory, INDEX: index}
+    if isinstance(mixer, SharedBlockAndMamba):
+        return mixer.mixed(config, arrays, x, tokens, pool, first, memory)
     if isinstance(tokens, Step) and sharing == "reads":
         return mixer.step(config, arrays, x, tokens, *memory[name])[0], pool, memory
     if isinstance(tokens, Step):

@@ -59,6 +59,7 @@ class Mamba2(Recurrent):
       output_bias: the last product has a bias; None for the same as `biases`.
       activation: function after the convolution; None for that of the model.
       least_step: lower bound of the steps.
+      norm_eps: epsilon of the norm; None for that of the model.
     """
 
     heads: int = 128
@@ -75,6 +76,7 @@ class Mamba2(Recurrent):
     norm_first: bool = False
     activation: str | None = None
     least_step: float = 0.0
+    norm_eps: float | None = None
 
     tensors: ClassVar[Mapping[str, Tensor]] = mamba_tensors(PREFIX + "mamba.")
 
@@ -154,7 +156,7 @@ class Mamba2(Recurrent):
             return out * gate
         out = out if self.norm_first else out * gate
         groups = out.reshape(*out.shape[:-1], self.groups, -1)
-        out = vishwamai.rms_norm(groups, None, eps=config.norm_eps).reshape(out.shape)
+        out = vishwamai.rms_norm(groups, None, eps=self.norm_eps or config.norm_eps).reshape(out.shape)
         out = out * arrays["mamba_norm"].astype(out.dtype)
         return out * gate if self.norm_first else out
 

@@ -65,6 +65,7 @@ class Mixer:
       rope: the rotation of queries and keys.
       stream_scale, block_scale: with `ModelConfig.norms` "stream", factors of the stream and of the mixer's output.
       tensors: the tensors of checkpoints by the parameter's name, where a family has no other.
+      sizes_of: the layer type whose sizes it has next to its own; None for its own alone.
     """
 
     window: int | None = None
@@ -73,6 +74,7 @@ class Mixer:
     block_scale: float = 1.0
 
     tensors: ClassVar[Mapping[str, Tensor]] = {}
+    sizes_of: ClassVar[str | None] = None
 
     @classmethod
     def read(cls, sizes: Mapping[str, Any], window: int | None, rope: Rope) -> Self:
@@ -89,6 +91,11 @@ class Mixer:
     def layer_type(self) -> str:
         """What `layer_types` in a `config.json` calls it."""
         return "full_attention" if self.window is None else "sliding_attention"
+
+    @property
+    def layer_tensors(self) -> Mapping[str, Tensor]:
+        """`tensors`, of mixers whose names depend on the layer too."""
+        return self.tensors
 
     @property
     def unread(self) -> tuple[str, ...]:

@@ -81,8 +81,7 @@ class PipelinedLoss:
             )
         if any(kind.sharing for kind in config.layers):
             raise UnsupportedError(
-                f"{config.family}: layers of one part of a pipeline would attend to keys of another; set "
-                "mesh.pipeline=1."
+                f"{config.family}: layers of one part of a pipeline would read what is in another; set mesh.pipeline=1."
             )
         return embedded(config, self.gathered_ends(params), tokens, self.dtype, self.axes)
 
