@@ -29,7 +29,7 @@ comma := ,
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench demo clients test test-gpu test-on-gpu world triton-newest test-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose names audit examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
+.PHONY: help bench demo compare clients test test-gpu test-on-gpu world triton-newest test-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose names audit examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -53,6 +53,10 @@ world: $(VENV)/.world ## fetch real tokenizers and weights for the tests; what t
 $(VENV)/.world: $(VENV)/.dev tools/fetch_world.py
 	$(PY) tools/fetch_world.py $(VENV)/world
 	@touch $@
+
+COMPARE ?=
+compare: $(VENV)/.world ## our server next to other engines on this CPU, with the real weights of SmolLM2; peers come from the package index, each in an environment of its own; COMPARE='--only bf16 --minutes 10' passes options
+	$(PY) benchmarks/compare.py $(VENV)/world/models/smollm2-135m-instruct --gguf $(VENV)/world/models/SmolLM2-135M-Instruct.Q4_1.gguf $(COMPARE)
 
 CLIENTS ?=
 clients: $(VENV)/.world ## the client libraries of OpenAI's interface against a server for SmolLM2, each in an environment of its own; CLIENTS='--only litellm' passes options

@@ -98,6 +98,14 @@ class DrivenEngine:
         self.advance(list(tokens), count)
         return {s: self._sampled[s][count - 1] for s in tokens}
 
+    def loss(self, tokens: Sequence[int]) -> float:
+        """Mean negative log probability of the tokens after the first, in nats, by the same weights and pages."""
+        from vishwamai.inference.evaluation import Passes, evaluate
+
+        engine = self.engine
+        passes = Passes(engine.model, len(tokens), tokenizer=engine.tokenizer, optimization=engine.optimization)
+        return evaluate(passes, [tokens], context=len(tokens), stride=len(tokens)).loss
+
     def reset(self) -> None:
         """Ends all sequences, and forgets their prefixes."""
         for request in self._requests.values():
@@ -243,6 +251,18 @@ def bandwidth(driven: DrivenEngine, tokens: float, rate: float) -> float | None:
     return None if peak is None else nbytes * rate / peak
 
 
+def check(driven: Any, tokens: Sequence[int], prompts: Sequence[Sequence[int]], new: int) -> dict[str, Any]:
+    """What shows that a contestant computes the model: the loss of a text, and `new` tokens after each prompt."""
+    answers = []
+    for prompt in prompts:
+        following = [int(driven.prefill(0, prompt).argmax())]
+        while len(following) < new:
+            following.append(driven.decode({0: following[-1]})[0])
+        answers.append(following)
+        driven.reset()
+    return {"loss": driven.loss(tokens), "answers": answers}
+
+
 def since_start() -> float:
     """Seconds since this process started, to a hundredth."""
     with open("/proc/self/stat") as file:
@@ -278,6 +298,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of another contestant")
     parser.add_argument("--arrivals", action="store_true", help="time between tokens while prompts of 2048 arrive")
     parser.add_argument("--ready", action="store_true", help="end when the engine is ready")
+    parser.add_argument("--setting", help="of another contestant: one of its SETTINGS")
+    parser.add_argument("--check", metavar="JSON", help='a file with "tokens", "prompts" and "new": loss and answers')
     parser.add_argument("--mixed-tokens", type=int, help="tokens of a step that decodes too, as in `vishwamai serve`")
     parser.add_argument("--no-keep-packed", action="store_true", help="read and pack the weights anew")
     options = parser.parse_args()
@@ -285,9 +307,17 @@ def main() -> None:
     sequences, length = options.sequences, options.prompt + 4 * options.steps
     if options.arrivals:
         sequences, length = 12, 2048 + 8
+    checked: dict[str, Any] = {}
+    if options.check:
+        with open(options.check) as file:
+            checked = json.load(file)
+        longest = max(map(len, checked["prompts"])) + checked["new"]
+        sequences, length = 1, max(longest, len(checked["tokens"]))
     settings: dict[str, Any] = {}
     if options.contestant is None:
         settings = {"mixed_tokens": options.mixed_tokens, "keep_packed": not options.no_keep_packed}
+    elif options.setting is not None:
+        settings = {"setting": options.setting}
     loads = load if options.contestant is None else importlib.import_module(options.contestant).load
     driven = loads(options.directory, options.format, options.threads, sequences, length, **settings)
     figures: dict[str, Any] = {"format": options.format, "ready_s": since_start()}
@@ -295,6 +325,8 @@ def main() -> None:
         vocab = json.load(file)["vocab_size"]
     if options.arrivals:
         figures |= {name: gaps(driven, options.prompt, vocab, disturbed) for name, disturbed in _MODES.items()}
+    elif options.check:
+        figures |= check(driven, **checked)
     elif not options.ready:
         figures |= rates(driven, options.prompt, options.steps, vocab, sequences)
     figures["memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
