@@ -24,7 +24,7 @@ READ = {
         ("serve", "ssl_keyfile"),
     ),
     *(("evaluate", "directory"), ("evaluate", "text"), ("quantize", "directory"), ("quantize", "calibrate")),
-    *(("calibrate", "use"), ("calibrate", "show")),
+    *(("calibrate", "use"), ("calibrate", "show"), ("doctor", "serve")),
 }
 """Paths that are read."""
 
@@ -44,7 +44,7 @@ WRITTEN.append(("tune", "--directory", output.Directory))  # which --check reads
 def test_every_path_is_one_to_read_or_is_tried():
     paths = {(name, action.dest) for name, action in PATHS}
     assert paths - READ == {(name, option.removeprefix("--")) for name, option, _ in WRITTEN} and paths >= READ
-    commands = {"bench", "calibrate", "evaluate", "generate", "inspect", "plan", "quantize", "train", "tune"}
+    commands = {"bench", "calibrate", "doctor", "evaluate", "generate", "inspect", "plan", "quantize", "train", "tune"}
     assert {name for name, _, _ in WRITTEN} == commands
 
 

@@ -1,21 +1,44 @@
-"""Says what this machine has, what is missing, and the command that fixes it."""
+"""Says what this machine has, what is missing, and the command that fixes it.
+
+  vishwamai doctor
+  vishwamai doctor --serve DIR
+
+With --serve it measures what bounds a server on this CPU, in less than a minute, and recommends options of serve.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from vishwamai.cli import doctor_serve, options
 from vishwamai.cli.console import tell
+from vishwamai.cli.function import CommandError
 from vishwamai.core.hardware import GPUS, TPUS, tpu_for
 from vishwamai.core.hardware.nodes import memory_nodes, ranges
 
+_NO_MODEL = Path("-")
+"""The path of `--serve` without one."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    del parser  # no options
+    parser.add_argument(
+        "--serve",
+        nargs="?",
+        const=_NO_MODEL,
+        type=Path,
+        metavar="MODEL",
+        help="measure memory and clocks for a server, of this model if there is one, and recommend its options",
+    )
+    options.add_json(parser, "with --serve: print one JSON object in place of text, or write it to PATH")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plain text, so that it works where nothing else is installed; 1 where jax finds no device."""
-    del arguments
+    if arguments.serve is not None:
+        return doctor_serve.run(None if arguments.serve == _NO_MODEL else arguments.serve, arguments.json)
+    if arguments.json is not None:
+        raise CommandError("--json is for the figures of --serve; pass --serve too.")
     from vishwamai.aot.compile import libtpu
     from vishwamai.bench import machine
 
