@@ -68,7 +68,7 @@ PEERS = {
     "transformers": Peer(
         "serve_transformers",
         ("torch>=2.13,<2.14", "transformers>=5,<6"),
-        {"f32": "f32", "bf16": "bf16"},
+        {"bf16": "bf16"},
         ("sdpa",),
         ("--extra-index-url", "https://download.pytorch.org/whl/cpu"),
     ),
@@ -220,6 +220,8 @@ def main() -> int:
     unknown = [name for name in options.only if name and name not in (*PEERS, *formats)]
     if unknown:
         parser.error(f"--only: {', '.join(unknown)} is not among {', '.join((*PEERS, *formats))}")
+    if wrong := [text for text in options.python if text.partition("=")[0] not in PEERS or "=" not in text]:
+        parser.error(f"--python {wrong[0]} is not PEER=PYTHON with one of {', '.join(PEERS)}")
     if not (options.directory / "config.json").exists():
         parser.error(f"{options.directory} has no config.json; `make world` fetches SmolLM2, or pass another model")
     until = time.monotonic() + 60 * options.minutes
@@ -233,6 +235,8 @@ def main() -> int:
     before = machine.Usage()
     time.sleep(1)
     load = before.others()
+    if load is not None and load > QUIET * machine.cpu().cores:
+        say(f"the machine is not quiet: other processes use {load:.2f} of {machine.cpu().cores} processors")
     results = checks(rows, run, options.out, options)
     reference = next(iter(results.values()))
     if "error" in reference:
@@ -275,9 +279,10 @@ def write(
 
 def interpreters(options: Any) -> tuple[dict[str, str], dict[str, str]]:
     """The peers' interpreters by name, and why others are skipped."""
-    pythons = dict(assignment.split("=", 1) for assignment in options.python)
+    names = [name for name in PEERS if name in options.only] or list(PEERS)
+    pythons = {name: python for name, _, python in (text.partition("=") for text in options.python) if name in names}
     skipped: dict[str, str] = {}
-    for name in [name for name in PEERS if name in options.only] or list(PEERS):
+    for name in names:
         if PEERS[name].contestant == "serve_llama" and options.gguf is None:
             if not (options.directory / "bf16.gguf").exists():
                 skipped[name] = "the model has no GGUF file; pass --gguf"

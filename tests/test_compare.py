@@ -85,9 +85,23 @@ def test_a_peer_without_a_wheel_is_named(compare, monkeypatch, tmp_path):
     pythons, skipped = compare.interpreters(compare.argparse.Namespace(**arguments))
     assert pythons == {"transformers": "here"} and "pass --gguf" in skipped["llama.cpp"]
     pythons, skipped = compare.interpreters(compare.argparse.Namespace(**{**arguments, "gguf": tmp_path / "a.gguf"}))
+    only = {**arguments, "only": ["llama.cpp", "bf16"], "gguf": tmp_path / "a.gguf"}
+    assert compare.interpreters(compare.argparse.Namespace(**only))[0] == {}  # the interpreter is of a peer left out
     assert skipped["ik_llama.cpp"] == (
         "ik-llama-cpp-python==0.1.5 has no wheel that installs here (ERROR: No matching distribution found)"
     )
+
+
+def test_words_that_name_no_peer_are_declined(compare, monkeypatch, capsys):
+    for words, complaint in (
+        (["--only", "vllm,bf16"], "--only: vllm is not among llama.cpp, ik_llama.cpp, transformers, bf16, int8, int4"),
+        (["--python", "torch=python3"], "--python torch=python3 is not PEER=PYTHON with one of llama.cpp,"),
+        ([], "none has no config.json; `make world` fetches SmolLM2"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["compare.py", "none", *words])
+        with pytest.raises(SystemExit) as stop:
+            compare.main()
+        assert stop.value.code == 2 and complaint in capsys.readouterr().err
 
 
 def test_gaps_between_tokens_are_measured_step_by_step():
