@@ -138,16 +138,16 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
         scores = dot(refs.key[keys, :], refs.query[queries, :], (1, 1)) * query_factor(spec)[0]  # [block_kv, block_q]
         dp = dot(refs.value[keys, :], refs.do[queries, :], (1, 1))  # [block_kv, block_q]
         head = batch * spec.q_heads + q_head
-        p, ds = probabilities(spec, tiling, refs, tile, scores, dp, head, masked)
+        p, ds = probabilities(spec, tiling, refs, tile, scores, dp, head, masked)  # [block_kv, block_q] each
         ds = ds.astype(refs.query.dtype)
         if phase.dkv and plan.form.streaming:
-            refs.dv_sum[tile.j] += dot(p.astype(refs.do.dtype), refs.do[queries, :], (1, 0))
-            refs.dk_sum[tile.j] += dot(ds, refs.query[queries, :], (1, 0))
+            refs.dv_sum[tile.j] += dot(p.astype(refs.do.dtype), refs.do[queries, :], (1, 0))  # [block_kv, Dv]
+            refs.dk_sum[tile.j] += dot(ds, refs.query[queries, :], (1, 0))  # [block_kv, D]
         elif phase.dkv:
-            refs.dv_sum[tile.j] += dot(refs.do_t[tile.i], p.astype(refs.do.dtype), (1, 1))
-            refs.dk_sum[tile.j] += dot(refs.q_t[tile.i], ds, (1, 1))
+            refs.dv_sum[tile.j] += dot(refs.do_t[tile.i], p.astype(refs.do.dtype), (1, 1))  # [Dv, block_kv]
+            refs.dk_sum[tile.j] += dot(refs.q_t[tile.i], ds, (1, 1))  # [D, block_kv]
         if phase.dq:
-            refs.dq_t[first_query + tile.i] += dot(refs.k_t[tile.j], ds, (1, 0))
+            refs.dq_t[first_query + tile.i] += dot(refs.k_t[tile.j], ds, (1, 0))  # [D, block_q]
 
     read, counts = tile_reader(spec, tiling, plan.schedule, refs, batch, panel)
     visit_tiles(read, counts, visit, tiling.unroll)
@@ -179,7 +179,7 @@ def _add_queries(refs: AttentionRefs, spec: AttentionSpec, tiling: Tiling, batch
     home = refs.dq_sum.at[batch, head, pl.ds(pl.multiple_of(q_panel * size, 128), size), :]
     fetch = pltpu.make_async_copy(home, refs.dq, refs.copied)
     fetch.start()
-    fetch.wait()
+    fetch.wait()  # nothing hides it: the sum below needs it
 
     def add(i: Any) -> None:
         rows = rows_of(i, tiling.block_q)
@@ -188,7 +188,7 @@ def _add_queries(refs: AttentionRefs, spec: AttentionSpec, tiling: Tiling, batch
     for_blocks(tiling.panel_q, add)
     store = pltpu.make_async_copy(refs.dq, home, refs.copied)
     store.start()
-    store.wait()
+    store.wait()  # before a later key panel reads the same rows
 
 
 def sum_shape(form: Form, block_kv: int, dim: int) -> tuple[int, int]:

@@ -158,7 +158,7 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, schedule:
         refs.m[tile.i] = m
         refs.l[tile.i] = refs.l[tile.i] * alpha + jnp.sum(p.reshape(-1, 8, block_q), axis=0)  # [8, block_q]
         if spec.dropout_rate > 0:
-            # after l: the sum is of all
+            # After l, which is the sum over dropped positions too.
             p = jnp.where(keep_mask(spec, tiling, refs, tile, batch * spec.q_heads + head), p, 0.0)
         refs.acc[tile.i] = refs.acc[tile.i] * alpha + dot(refs.v_t[tile.j], p.astype(refs.v_t.dtype), (1, 0))
 

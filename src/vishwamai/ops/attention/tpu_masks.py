@@ -260,8 +260,8 @@ def base2_logits(
     slope = None
     if spec.softcap is not None:
         t = jnp.tanh(s)
-        slope = 1.0 - t * t
-        s = t * (spec.softcap * LOG2E)
+        slope = 1.0 - t * t  # derivative of tanh
+        s = t * (spec.softcap * LOG2E)  # softcap * tanh(s / softcap), in units of log2 e
     if spec.bias_after_softcap:
         s = s + bias_tile(spec, tiling, refs, tile)
     if spec.operands.slopes is not None:
@@ -303,10 +303,10 @@ def probabilities(
     dropped = p
     if spec.dropout_rate > 0:
         scale = jnp.where(keep_mask(spec, tiling, refs, tile, head), 1.0 / (1.0 - spec.dropout_rate), 0.0)
-        dropped, dp = p * scale, dp * scale
+        dropped, dp = p * scale, dp * scale  # the same mask and factor as in the forward pass
     ds = p * (dp - refs.delta[tile.i])  # [block_kv, block_q]
     if slope is not None and not (of_bias and spec.bias_after_softcap):
-        ds = ds * slope
+        ds = ds * slope  # not of a bias that is added behind the cap
     if hides:
         ds = jnp.where(p == 0.0, 0.0, ds)
     return dropped, ds

@@ -44,12 +44,12 @@ def for_pieces(start: Any, stop: Any, block_m: int, piece: int, small: int, midd
             body(0, block_m, 0)
 
         return
-    begin = lax.div(start, ALIGN) * ALIGN
+    begin = lax.div(start, ALIGN) * ALIGN  # slices of rows start at multiples of a tile of memory
     total = stop - begin
     large = lax.div(total, piece)
 
     def visit(fresh: Any, rows: int) -> None:
-        body(pl.multiple_of(jnp.minimum(fresh, block_m - rows), ALIGN), rows, fresh)
+        body(pl.multiple_of(jnp.minimum(fresh, block_m - rows), ALIGN), rows, fresh)  # moved up at the tile's end
 
     def one_large(i: jax.Array, carry: None) -> None:
         visit(begin + i * piece, piece)

@@ -70,7 +70,7 @@ def _rows_kernel(
     entry = batch * entries + visit
     before = jnp.maximum(entry - 1, 0)
     start, stop = start_ref[entry], stop_ref[entry]
-    first_of_tile = (visit == 0) | (tile_ref[entry] != tile_ref[before])
+    first_of_tile = (visit == 0) | (tile_ref[entry] != tile_ref[before])  # the tile's block is new in VMEM
 
     if matrix_ref is not None:
 
@@ -90,10 +90,10 @@ def _rows_kernel(
         @pl.when((visit == 0) | (group_ref[entry] != group_ref[before]))
         def _() -> None:
             opening = (b == 0) & (j == 0) & (visit == 0)
-            slot = jnp.where(opening, 0, after(slot_ref[0], 1))
+            slot = jnp.where(opening, 0, after(slot_ref[0], 1))  # a ring of `buffers` matrices
             slot_ref[0] = slot
             transfer = copy(batch, column, group_ref[entry], slot)
-            pl.when(opening)(transfer.start)
+            pl.when(opening)(transfer.start)  # later matrices were started by the visits before
             following, second = following_ref[entry], second_ref[entry]
             # Of three buffers that of the group before is free, and the following group's has its copy already, except
             # in the first visit of a sweep.
@@ -123,6 +123,7 @@ def _rows_kernel(
         if column_scales is not None:
             rhs = rhs.astype(lhs.dtype)
             if rhs_axis == 1:
+                # The scales are along the contracted axis: they cannot wait for the result.
                 lhs = (lhs.astype(jnp.float32) * column_scales[:, pl.ds(k, size)]).astype(lhs.dtype)
         if valid is not None:
             lhs, rhs = keep(lhs, 1, 0, valid), keep(rhs, rhs_axis, 0, valid)
@@ -131,7 +132,7 @@ def _rows_kernel(
     def store(row: Any, rows: int, total: jax.Array) -> None:
         total = total if column_scales is None or rhs_axis == 1 else total * column_scales[...]
         index = row + lax.broadcasted_iota(jnp.int32, total.shape, 0)
-        old = out_ref[pl.ds(row, rows), :].astype(jnp.float32)
+        old = out_ref[pl.ds(row, rows), :].astype(jnp.float32)  # rows of other groups in the same tile stay
         out_ref[pl.ds(row, rows), :] = jnp.where((index >= start) & (index < stop), total, old).astype(out_ref.dtype)
 
     @pl.when(first_of_tile & (step == 0) & ((start > 0) | (stop < block_m)))
@@ -205,11 +206,11 @@ def rows_product(
     group_sizes = jnp.broadcast_to(group_sizes, (batch, group_sizes.shape[1]))
     tables, count = visits.tables(group_sizes, first_row, m, block_m, every_group=False)
     entries = visits.length(m, group_sizes.shape[1], block_m)
-    column_tiles, steps = pl.cdiv(n, block_n), pl.cdiv(k, block_k)
+    column_tiles, steps = pl.cdiv(n, block_n), pl.cdiv(k, block_k)  # sweeps over the rows, and steps of a visit
     split = Split(batch, column_tiles)
     shared = rhs.shape[0] == 1
     scales_shared = scale is None or scale.shape[0] == 1
-    resident = stays(tile.block, n, k)
+    resident = stays(tile.block, n, k)  # the group's matrix stays in VMEM over its visits
 
     def lhs_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, tile: Any, *_: Any) -> Any:
         b, _ = split.index(p, b, j)
@@ -232,7 +233,7 @@ def rows_product(
     scale_rows = 1 if scale is None else scale.shape[2]
     if reading.direct:
         scale_rows = min(pl.cdiv(matrix[0], block_size), scale_rows)
-    several = steps > 1 or tile.chunk_depth < block_k
+    several = steps > 1 or tile.chunk_depth < block_k  # more than one product adds up
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     (out,) = call(
         functools.partial(

@@ -40,9 +40,9 @@ def _weights_kernel(
     base = split.index(part, b, j)[0] * entries
     group = group_ref[base + visit]
     start, stop = start_ref[base + visit], stop_ref[base + visit]
-    first = (visit == 0) | (group_ref[base + jnp.maximum(visit - 1, 0)] != group)
+    first = (visit == 0) | (group_ref[base + jnp.maximum(visit - 1, 0)] != group)  # visits of a group are consecutive
     last = (visit == visited - 1) | (group_ref[base + jnp.minimum(visit + 1, visited - 1)] != group)
-    full = (start == 0) & (stop == block_m)
+    full = (start == 0) & (stop == block_m)  # the tile is the group's alone: no row needs a mask
 
     @pl.when(first & jnp.logical_not(full))
     def _() -> None:
@@ -56,7 +56,7 @@ def _weights_kernel(
     @pl.when(jnp.logical_not(full))
     def _() -> None:
         def piece(start_row: Any, rows: int, fresh: Any) -> None:
-            begin = jnp.maximum(start, fresh) - start_row
+            begin = jnp.maximum(start, fresh) - start_row  # rows before `fresh` were counted in the piece before
             lhs, dout = (
                 lhs_ref[pl.ds(start_row, rows), :],
                 dout_ref[pl.ds(start_row, rows), :],
@@ -87,7 +87,7 @@ def weights_product(
     block_m, block_n, block_k = tile.block
     groups = group_sizes.shape[1]
     group_sizes = jnp.broadcast_to(group_sizes, (batch, groups))
-    tables, count = visits.tables(group_sizes, first_row, m, block_m, every_group=True)
+    tables, count = visits.tables(group_sizes, first_row, m, block_m, every_group=True)  # empty groups too: zeros
     entries = visits.length(m, groups, block_m)
     column_tiles, depth_tiles = pl.cdiv(n, block_n), pl.cdiv(k, block_k)
     # The axis of tiles that splits evenly in two is the outer one.

@@ -34,6 +34,7 @@ class _RowSum:
     def add(self, slab: jax.Array) -> None:
         """Adds `[chunk, width]`."""
         width = slab.shape[1]
+        # Elementwise: lanes are reduced once, in `rows`, and not for each slab.
         self._parts[width] = self._parts[width] + slab if width in self._parts else slab
 
     def rows(self) -> jax.Array:
@@ -70,7 +71,7 @@ class _Centered:
             total = _RowSum()
             for columns in _slabs(spec):
                 total.add(self._read(columns))
-            self.mean = total.rows() * (1.0 / spec.features)
+            self.mean = total.rows() * (1.0 / spec.features)  # [chunk, 1]
 
     def _read(self, columns: Any) -> jax.Array:
         return self.ref[self.rows, columns].astype(jnp.float32)
@@ -80,7 +81,7 @@ class _Centered:
         s = self._read(columns)
         if self.mean is None:
             return s
-        s = s - self.mean
+        s = s - self.mean  # centered before it is squared: E[x^2] - E[x]^2 would cancel
         self.centered_ref[self.k, :, columns] = s
         return s
 
@@ -154,14 +155,14 @@ def backward_kernel(
     def _() -> None:
         for ref in (dscale_ref, doffset_ref):
             if ref is not None:
-                ref[...] = jnp.zeros_like(ref)
+                ref[...] = jnp.zeros_like(ref)  # the block stays over the steps of a part
 
     def partial_rows(values: jax.Array, rows: Any) -> jax.Array:
         """Sums `[chunk, width]` to eight rows; rows past the end of the array hold anything and count as zero."""
         if spec.rows % config.block_rows:
             index = first_row + rows.start + lax.broadcasted_iota(jnp.int32, values.shape, 0)
             values = jnp.where(index < spec.rows, values, 0.0)
-        return jnp.sum(values.reshape(config.chunk_rows // 8, 8, values.shape[1]), axis=0)
+        return jnp.sum(values.reshape(config.chunk_rows // 8, 8, values.shape[1]), axis=0)  # [8, width]
 
     def chunk(rows: Any, k: int) -> None:
         source = _Centered(spec, s_ref, rows, centered_ref, k)
@@ -179,12 +180,12 @@ def backward_kernel(
         if source.mean is None:
             slope, shift = slope * rstd, None
         else:
-            shift = sums.rows() * inverse
+            shift = sums.rows() * inverse  # [chunk, 1], mean(g)
         for columns in slabs:
             s, dy = source.again(columns), dy_ref[rows, columns].astype(jnp.float32)
             normed = dy * rstd  # [chunk, width]
             if dscale_ref is not None:
-                dscale_ref[:, columns] += partial_rows(normed * s, rows)
+                dscale_ref[:, columns] += partial_rows(normed * s, rows)  # [8, width]: eight rows are added up outside
             if doffset_ref is not None:
                 doffset_ref[:, columns] += partial_rows(dy, rows)
             g = normed if shift is None else dy

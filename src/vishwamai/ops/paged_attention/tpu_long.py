@@ -144,7 +144,7 @@ class LongRuns:
             if not masked and refs.slopes is None:
                 return s
             limit = ahead - first
-            token = lax.broadcasted_iota(jnp.int32, s.shape, 0) - refs.row_query[...]
+            token = lax.broadcasted_iota(jnp.int32, s.shape, 0) - refs.row_query[...]  # [keys, rows]
             if refs.slopes is not None:
                 s = s - (refs.slopes[index] * LOG2E) * (limit - token).astype(jnp.float32)
             if not masked:
@@ -164,11 +164,11 @@ class LongRuns:
             m_old = refs.m[index]  # [1, rows]
             m = jnp.maximum(m_old, jnp.max(_tiles(s, jnp.max), axis=0, keepdims=True))
             p = jnp.exp2(s - m)  # [keys, rows]
-            shrink = jnp.exp2(m_old - m)
+            shrink = jnp.exp2(m_old - m)  # [1, rows]
             refs.m[index] = m
-            refs.l[index] = refs.l[index] * shrink + _tiles(p, jnp.sum)
+            refs.l[index] = refs.l[index] * shrink + _tiles(p, jnp.sum)  # [8, rows]: partial sums by sublane
             v_t = v.astype(jnp.float32).T.astype(v.dtype)  # whose float32 tiles the hardware transposes
-            refs.acc[index] = refs.acc[index] * shrink + dot(v_t, p.astype(v.dtype), (1, 0))
+            refs.acc[index] = refs.acc[index] * shrink + dot(v_t, p.astype(v.dtype), (1, 0))  # [Dv, rows]
 
         attend_ahead(spec, shape, refs, slot, firsts, chunk, scores, weigh)
 
@@ -197,7 +197,7 @@ class LongRuns:
             return
         for head in range(0, spec.heads, 2):
             low, high = heads[head], heads[head + 1] if head + 1 < spec.heads else jnp.zeros_like(heads[head])
-            words[self._word(head), :] = _bits(low) >> 16 | _bits(high)
+            words[self._word(head), :] = _bits(low) >> 16 | _bits(high)  # two heads' bfloat16 share a 32-bit word
 
     def store(self, item: Any, slot: Any) -> None:
         self._results(item, slot, lambda copy: copy.start())

@@ -65,7 +65,7 @@ def _copy(page: Any, slot: Any, rows: Any, old: Any, pool: Any, copied: Any) -> 
     del old  # the same memory as `pool`
     tokens, pages, slots = rows.shape[0], *pool.shape[:2]
     group = min(_TOGETHER, slots)
-    per_core = pallas.round_up(pl.cdiv(tokens, _CORES), group)
+    per_core = pallas.round_up(pl.cdiv(tokens, _CORES), group)  # whole groups of rows for each core
     first = pl.program_id(0) * per_core
     last = jnp.minimum(first + per_core, tokens)
 
@@ -88,7 +88,7 @@ def _copy(page: Any, slot: Any, rows: Any, old: Any, pool: Any, copied: Any) -> 
         return jnp.minimum(flying + active.astype(jnp.int32), _FLYING)
 
     def exists(row: Any) -> Any:
-        return (page[row] >= 0) & (page[row] < pages)
+        return (page[row] >= 0) & (page[row] < pages)  # padding has no page
 
     def copy_row(row: Any, flying: Any) -> Any:
         return start(row, 1, exists(row), flying)
@@ -99,9 +99,9 @@ def _copy(page: Any, slot: Any, rows: Any, old: Any, pool: Any, copied: Any) -> 
         joined = exists(row) & (stop == row + group)
         for k in range(1, group):
             neighbour = jnp.minimum(row + k, tokens - 1)
-            joined &= (page[neighbour] == page[row]) & (slot[neighbour] == slot[row] + k)
-        blocks = start(row, group, joined, flying[0])
-        return blocks, lax.fori_loop(jnp.where(joined, stop, row), stop, copy_row, flying[1])
+            joined &= (page[neighbour] == page[row]) & (slot[neighbour] == slot[row] + k)  # consecutive slots of a page
+        blocks = start(row, group, joined, flying[0])  # one copy for all rows of the group
+        return blocks, lax.fori_loop(jnp.where(joined, stop, row), stop, copy_row, flying[1])  # else one for each row
 
     parts = pl.cdiv(jnp.maximum(last - first, 0), group)
     blocks, singles = lax.fori_loop(0, parts, some, (jnp.int32(0), jnp.int32(0)))

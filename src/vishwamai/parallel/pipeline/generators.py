@@ -34,7 +34,7 @@ class _Stage:
     def run(self, kind: str, chunk: int = 0) -> None:
         count = self.counts.get((kind, chunk), 0)
         self.counts[kind, chunk] = count + 1
-        if count < self.microbatches:
+        if count < self.microbatches:  # past the last microbatch there is nothing to do
             self.actions.append(Action(kind, self.parts[chunk], count))
 
     def forward(self, chunk: int = 0) -> None:
@@ -112,11 +112,13 @@ def interleaved_1f1b(num_stages: int, num_microbatches: int, chunks: int = 2) ->
 
     def write(rank: int, stage: _Stage) -> None:
         def forward(step: int) -> None:
-            stage.forward(step % group // num_stages)
+            stage.forward(step % group // num_stages)  # `num_stages` microbatches of a chunk, then of the next chunk
 
         def backward(step: int) -> None:
             stage.backward(chunks - 1 - step % group // num_stages)
 
+        # Forward passes before the first gradient can arrive: twice the way to the last stage, and all chunks before
+        # the last.
         warm_up = min(total, 2 * (num_stages - rank - 1) + (chunks - 1) * num_stages)
         for step in range(warm_up):
             forward(step)
@@ -140,7 +142,7 @@ def zb_h1(num_stages: int, num_microbatches: int) -> list[Schedule]:
         for step in range(num_microbatches - warm_up):
             stage.forward()
             stage.input_gradient()
-            if step >= rank:
+            if step >= rank:  # later stages keep weight gradients for their gaps at the end
                 stage.weight_gradient()
         for _ in range(warm_up):
             stage.input_gradient()

@@ -94,16 +94,19 @@ def simulate(schedules: Sequence[Schedule], times: Callable[[Action], float] | N
     clocks = [0.0] * len(schedules)
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedules]
+    # Stages in turns, each as far as its needs are met; the checked schedules have no deadlock.
     while any(queues):
         for stage, queue in enumerate(queues):
             while queue and all(need in ends for need in needs(queue[0], stage_of)):
                 action = queue.popleft()
                 if action.kind in (RECV_F, RECV_B):
+                    # a receive waits for its send
                     ends[action] = clocks[stage] = max(clocks[stage], ends[needs(action, stage_of)[0]])
                     continue
                 length = times(action)
                 if not isinstance(length, (int, float)) or not 0 <= length < float("inf"):
                     raise ScheduleError(f"simulate: `times` gives {length!r} for {action}; give a time from 0.")
+                # a send does not hold the stage
                 ends[action] = clocks[stage] + length
                 if action.kind in COMPUTE:
                     spans[stage].append(Span(action, clocks[stage], ends[action]))

@@ -111,7 +111,8 @@ def run_stage(
       frozen: pytree of arrays `[chunks, ...]` without a gradient, which `part` gets for its part.
     """
     stages = jax.lax.axis_size(axis)
-    entry = jax.eval_shape(ends.enter, jnp.zeros((), jnp.int32))
+    entry = jax.eval_shape(ends.enter, jnp.zeros((), jnp.int32))  # shape of a value between parts
+    # One part's parameters, one microbatch's extras, one part's frozen arrays.
     one_of = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (params, extras, frozen))
     split = split_part(part, one_of[0], entry, *one_of[1:], sees=sees) if gradients else None
     largest = jax.tree.map(lambda _: False, params) if largest is None else largest
@@ -154,10 +155,11 @@ def run_stage(
             return state["values"][row["read"]]
 
         with chosen_by("first"):
+            # only the first stage embeds tokens
             x = jax.lax.cond(row["first"] == 1, ends.enter, read, row["microbatch"])
         if split is not None:
             y, saved = split.forward(local_rows(row), x, *also(row))
-            state = state | {"kept": write(state["kept"], row["kept"], saved)}
+            state = state | {"kept": write(state["kept"], row["kept"], saved)}  # residuals, read by "I" and "W"
         else:
             y = part(local_rows(row), x, *also(row))
         if sees:
@@ -169,6 +171,7 @@ def run_stage(
         y, m = state["values"][row["read"]], row["microbatch"]
         if split is None:
             return state | {"sums": added(state["sums"], ends.loss(ends.params, y, m)[1])}, jnp.zeros_like(y)
+        # The loss runs once, in the input gradient of the last part: its output waits in a slot until then.
         (of_params, dy), sums = jax.grad(ends.loss, argnums=(0, 1), has_aux=True)(ends.params, y, m)
         return state | {"ends": added(state["ends"], of_params), "sums": added(state["sums"], sums)}, dy
 
@@ -181,7 +184,7 @@ def run_stage(
         if split is None:
             return state
         saved = [buffer[row["kept"]] for buffer in state["kept"]]
-        dx, between = split.input_gradient(local_rows(row), saved, dy, *also(row))
+        dx, between = split.input_gradient(local_rows(row), saved, dy, *also(row))  # the next stage waits for dx alone
         with chosen_by("first"):
             entry = jax.lax.cond(
                 row["first"] == 1, ends.left, lambda gradients, m, dx: gradients, state["entry"], row["microbatch"], dx
@@ -195,6 +198,7 @@ def run_stage(
     def weight_gradient(state: dict, row: dict) -> dict:
         if split is None:
             return state
+        # `between` spares the weight gradient what the input gradient has computed already.
         saved, between = ([b[row[name]] for b in state[name]] for name in ("kept", "between"))
         gradients = split.weight_gradient(local_rows(row), saved, between, *also(row))
         chunk = row["chunk"]
@@ -205,6 +209,7 @@ def run_stage(
         return state | {"params": jax.tree.map(joined, state["params"], gradients, largest)}
 
     def transfer(values: Any, row: dict, way: str, step: int) -> Any:
+        # All stages send in every tick, if only the unused slot: a collective must run on all devices.
         ring = [(stage, (stage + step) % stages) for stage in range(stages)]
         return jax.lax.ppermute(values[row[f"send_{way}"]], axis, ring)
 
@@ -216,10 +221,11 @@ def run_stage(
             state = jax.lax.switch(row["kind"], branches, state, row)
         values = state["values"]
         ways = [(way, step) for way, step, used in (("up", 1, ticks.up), ("down", -1, ticks.down)) if used]
+        # both before a write: they may overlap
         received = [(way, transfer(values, row, way, step)) for way, step in ways]
         for way, value in received:
             values = values.at[row[f"recv_{way}"]].set(value)
         return state | {"values": values}, None
 
-    state, _ = jax.lax.scan(tick, state, table)
+    state, _ = jax.lax.scan(tick, state, table)  # one traced tick, whatever the length of the schedule
     return Found(*(state[name] for name in Found._fields))
