@@ -21,9 +21,8 @@ from vishwamai.inference import plan_load
 from vishwamai.inference.server import compilation
 from vishwamai.inference.server.app import make_app
 from vishwamai.inference.server.connections import LimitedProtocol
-from vishwamai.inference.server.errors import HttpError
+from vishwamai.inference.server.errors import HttpError, declined
 from vishwamai.inference.server.guards import LOOPBACK, hosts_of
-from vishwamai.inference.server.jobs import declined
 from vishwamai.inference.server.settings import Settings
 
 SETTINGS = Settings(

@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vishwamai.inference.server import schema
-from vishwamai.inference.server.errors import HttpError, read_json
-from vishwamai.inference.server.jobs import declined
+from vishwamai.inference.server.errors import HttpError, declined, read_json
 from vishwamai.inference.server.service import Service
 
 Name = Annotated[str, Field(pattern=r"^[\w.-]{1,128}$")]

@@ -9,7 +9,7 @@ from vishwamai.inference.answers import Delta, TokenLogprobs, Writer
 from vishwamai.inference.beams import beam_search
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.sampling import Sampling
-from vishwamai.inference.server.jobs import Job
+from vishwamai.inference.server.job import Job
 
 
 async def beam_deltas(engine: Engine, job: Job) -> AsyncGenerator[Delta, None]:

@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.inference.server.requests_log import record_of
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
@@ -117,3 +118,21 @@ def _check_text(value: Any, path: str) -> None:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number of JSON")
+
+
+_MODEL_FILE = re.compile(r"(?<![\w/.:])/(?:[^\s/]+/)*([^\s/]+\.(?:jinja|json|safetensors|gguf|model|txt)\b)")
+"""The absolute path of a file, of which clients see the name."""
+
+
+class declined:
+    """Errors of ours about what the client sent become answers of status 400."""
+
+    def __init__(self, param: str | None):
+        self._param = param
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ShapeError | UnsupportedError):
+            raise HttpError(400, _MODEL_FILE.sub(r"\1", str(error)), self._param) from error

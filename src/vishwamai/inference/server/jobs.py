@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.inference.barred import Barred
 from vishwamai.inference.engine import Engine
-from vishwamai.inference.guided import Grammar
 from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scoring import Scorer
 from vishwamai.inference.server import forms, schema, tools
-from vishwamai.inference.server.errors import HttpError
+from vishwamai.inference.server.errors import HttpError, declined
+from vishwamai.inference.server.job import GrammarSource, Job
 from vishwamai.inference.server.options import length_penalty_of, processors_of
 from vishwamai.inference.server.pieces import Pieces
 from vishwamai.inference.server.reading import Reader
@@ -33,58 +32,6 @@ _TAIL = 16
 FORM_HELP = "its chat template writes them in a form that is not read; --tool-parser names another"
 
 
-@dataclasses.dataclass(frozen=True)
-class GrammarSource:
-    """A grammar that a request asks for: kind and source of `Vocabulary.grammar`, and the argument that has it."""
-
-    kind: str
-    source: Any
-    param: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A checked request.
-
-    Attributes:
-      prompts, priority, deadline, keep_special, shared: arguments of `Engine.stream`.
-      grammar: grammar of the answer, and the same once it is `compiled`.
-      thinking: limits of the reasoning before that.
-      barred: words that it must not have.
-      adapter: the name of the adapter that answers, or None.
-      length_penalty: exponent of a beam search; None: tokens are drawn.
-      options: None: no token is computed.
-      reply: the form of the answer.
-      scored: most likely tokens at each place of the prompts; None: prompts are not scored.
-      stream: the answer comes in pieces.
-      usage: a stream ends with its usage.
-    """
-
-    prompts: tuple[tuple[int, ...], ...]
-    options: Sampling | None
-    reply: Reply
-    scored: int | None
-    priority: float
-    deadline: float | None
-    grammar: GrammarSource | None
-    keep_special: frozenset[int]
-    stream: bool
-    usage: bool
-    thinking: Thinking | None = None
-    barred: Barred | None = None
-    adapter: str | None = None
-    length_penalty: float | None = None
-    compiled: Grammar | Thinking | Barred | None = None
-    shared: int = 0
-
-    def with_grammar(self, grammar: Grammar | None) -> Job:
-        """The job with all that holds for its answer, around a compiled grammar."""
-        rules: Grammar | Thinking | Barred | None = grammar
-        for outer in (self.thinking, self.barred):
-            rules = rules if outer is None else dataclasses.replace(outer, grammar=rules)
-        return dataclasses.replace(self, compiled=rules)
-
-
 class Chat(NamedTuple):
     """A conversation as the model reads it: token ids, how its answer is read, the functions that it offers, and the
     number of tokens that another conversation with the same system message and functions begins with, too.
@@ -94,24 +41,6 @@ class Chat(NamedTuple):
     reader: Reader
     offers: list[dict[str, Any]]
     shared: int = 0
-
-
-class declined:
-    """Errors of ours about what the client sent become answers of status 400."""
-
-    def __init__(self, param: str | None):
-        self._param = param
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ShapeError | UnsupportedError):
-            raise HttpError(400, _MODEL_FILE.sub(r"\1", str(error)), self._param) from error
-
-
-_MODEL_FILE = re.compile(r"(?<![\w/.:])/(?:[^\s/]+/)*([^\s/]+\.(?:jinja|json|safetensors|gguf|model|txt)\b)")
-"""The absolute path of a file, of which clients see the name."""
 
 
 class Jobs:

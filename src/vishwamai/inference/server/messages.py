@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from vishwamai.inference.answers import Delta
 from vishwamai.inference.server import schema
 from vishwamai.inference.server.errors import HttpError, read_json
-from vishwamai.inference.server.jobs import Job
+from vishwamai.inference.server.job import Job
 from vishwamai.inference.server.reading import Event
 from vishwamai.inference.server.replies import Usage
 from vishwamai.inference.server.requests_log import record_of

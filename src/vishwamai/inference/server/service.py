@@ -20,8 +20,9 @@ from vishwamai.inference.engine import Engine
 from vishwamai.inference.server import schema
 from vishwamai.inference.server.beam_answers import beam_deltas
 from vishwamai.inference.server.compilation import Compilation
-from vishwamai.inference.server.errors import HttpError, read_json
-from vishwamai.inference.server.jobs import Job, Jobs, declined, once
+from vishwamai.inference.server.errors import HttpError, declined, read_json
+from vishwamai.inference.server.job import Job
+from vishwamai.inference.server.jobs import Jobs, once
 from vishwamai.inference.server.metrics import Metrics
 from vishwamai.inference.server.requests_log import record_of
 from vishwamai.inference.server.settings import Settings
