@@ -127,16 +127,16 @@ def keep_mask(seed_ptr, plane, rows, columns, KEEP_FROM: tl.constexpr):
 @triton.jit
 def _absorb(s, v, m, l, acc, rows, columns, plane, seed_ptr, LOGITS: tl.constexpr, GUARD: tl.constexpr):
     """One step of the online softmax: the rows' maximum m, sum l and output acc take in block (s, v)."""
-    m_new = tl.maximum(m, tl.max(s, 1))
+    m_new = tl.maximum(m, tl.max(s, 1))  # [ROWS]
     m_ref = m_new
     if GUARD:  # a row that has seen nothing yet
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - m_ref[:, None])
+    p = tl.exp2(s - m_ref[:, None])  # [ROWS, COLUMNS]
     alpha = tl.exp2(m - m_ref)
-    l = l * alpha + tl.sum(p, 1)
+    l = l * alpha + tl.sum(p, 1)  # before dropout: the sum is of all probabilities
     if seed_ptr is not None:
         p = tl.where(keep_mask(seed_ptr, plane, rows, columns, LOGITS.KEEP_FROM), p * LOGITS.RESCALE, 0.0)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=LOGITS.PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=LOGITS.PRECISION)  # [ROWS, DV]
     return m_new, l, acc
 
 
@@ -174,23 +174,23 @@ def forward(
     ROWS: tl.constexpr = QUERIES.ROWS
     COLUMNS: tl.constexpr = KEYS.ROWS
     DV_TILE: tl.constexpr = OUTS.COLUMNS
-    tiles = tl.cdiv(sizes.q_len, ROWS)
+    tiles = tl.cdiv(sizes.q_len, ROWS)  # blocks of rows of one head
     plane = tl.program_id(0) // tiles
     row = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # under a causal mask the longest first
     b, h = plane // sizes.q_heads, plane % sizes.q_heads
-    kv_h = h // (sizes.q_heads // sizes.kv_heads)
+    kv_h = h // (sizes.q_heads // sizes.kv_heads)  # grouped queries: consecutive heads share keys
     at_b, elements = b, sizes.batch
     if starts.q_ptr is not None:
         q_first, q_len = packed(starts.q_ptr, b, sizes.batch, sizes.q_total)
         kv_first, kv_len = packed(starts.kv_ptr, b, sizes.batch, 0)
         query, key, value = shifted(query, q_first), shifted(key, kv_first), shifted(value, kv_first)
         sizes = of_sequence(sizes, q_len, kv_len, BOTTOM_RIGHT)
-        at_b, elements = b * 0, 1
+        at_b, elements = b * 0, 1  # the pointers stand at the sequence already
         if row >= sizes.q_len:
             return
     queries = source_of(query, elements, sizes.q_heads, sizes.q_len, QUERIES)
     keys = source_of(key, elements, sizes.kv_heads, sizes.kv_len, KEYS)
-    q = load_rows(queries, query, at_b, h, row, sizes.q_len, QUERIES)
+    q = load_rows(queries, query, at_b, h, row, sizes.q_len, QUERIES)  # [ROWS, D], in registers for the whole walk
     rows = (row + tl.arange(0, ROWS))[:, None]
     PRECISE: tl.constexpr = q.dtype == tl.float32
     STEP: tl.constexpr = COLUMNS if walk.ptr is None else 1
@@ -198,6 +198,7 @@ def forward(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_TILE], tl.float32)
+    # Keys lo ... hi are seen by some row, full_lo ... full_hi by all rows: those blocks need no mask of the band.
     lo, full_lo, full_hi, hi = key_blocks(row, b, sizes, terms, ROWS, COLUMNS, LOGITS.LOW, LOGITS.HIGH)
     end = sizes.kv_len
     if walk.ptr is not None:
@@ -238,6 +239,7 @@ def forward(
     if full_lo < full_hi:
         n = place(walk, full_lo, COLUMNS)
         k = load_rows(keys, key, at_b, kv_h, n, sizes.kv_len, KEYS)
+        # The scores of the next block are computed beside this block's softmax, on other units.
         product = tl.dot(q, k.T, input_precision=LOGITS.PRECISION)
         for step in tl.range(full_lo + STEP, full_hi, STEP):
             n = place(walk, step, COLUMNS)
@@ -265,7 +267,7 @@ def forward(
         l = l * alpha + tl.exp2(sink - m_ref)
         acc *= alpha[:, None]
         m = m_new
-    nothing = l == 0.0
+    nothing = l == 0.0  # rows that see no key give 0 and -inf
     l = tl.where(nothing, 1.0, l)
     statistics = (b.to(tl.int64) * sizes.q_heads + h) * sizes.q_len
     if starts.q_ptr is not None:  # read again, rather than held in registers all the while

@@ -41,7 +41,7 @@ def delta(out_rows: Rows, dout_rows: Rows, dlse_ptr, delta_ptr, heads, length, O
     b, h = plane // heads, plane % heads
     out = load_rows(out_rows.ptr, out_rows, b, h, row, length, OUTS).to(tl.float32)
     dout = load_rows(dout_rows.ptr, dout_rows, b, h, row, length, OUTS).to(tl.float32)
-    total = tl.sum(out * dout, 1)
+    total = tl.sum(out * dout, 1)  # [ROWS]
     rows = row + tl.arange(0, ROWS)
     offsets = plane.to(tl.int64) * length + rows
     if dlse_ptr is not None:
@@ -151,12 +151,12 @@ def key_gradients(
             dqs = tl.make_tensor_descriptor(
                 dq_base, [sizes.q_heads, sizes.q_len, D], [dq_plane, D, 1], [1, ROWS, D_TILE]
             )
-    k = load_rows(keys, key, at_b, kv_h, column, end, KEYS)
+    k = load_rows(keys, key, at_b, kv_h, column, end, KEYS)  # [COLUMNS, D]
     if terms.kv_segments_ptr is not None and dq_ptr is not None:  # the keys outside of `kv_starts` and `kv_lens`
         positions = column + tl.arange(0, COLUMNS)
         ids = terms.kv_segments_ptr + b.to(tl.int64) * terms.kv_segments_b + positions
         k = tl.where(tl.load(ids, mask=positions < sizes.kv_len, other=0)[:, None] == NOWHERE, 0.0, k)
-    v = load_rows(values, value, at_b, kv_h, column, sizes.kv_len, VALUES)
+    v = load_rows(values, value, at_b, kv_h, column, sizes.kv_len, VALUES)  # [COLUMNS, DV]
     columns = (column + tl.arange(0, COLUMNS))[:, None]
     PRECISE: tl.constexpr = k.dtype == tl.float32
     dk = tl.zeros([COLUMNS, D_TILE], tl.float32)
@@ -179,6 +179,7 @@ def key_gradients(
         )  # fmt: skip
         start = tl.maximum(start, first // ROWS * ROWS)
         stop = tl.minimum(stop, last)
+    # All query heads of the group add to the same dk and dv, which stay in registers.
     for member in tl.range(0, group):
         h = kv_h * group + member
         plane = b * sizes.q_heads + h
@@ -201,14 +202,15 @@ def key_gradients(
                 s = masked_logits(s, number, walk.patterns_ptr, rows - row, columns - column, ROWS, COLUMNS)
             p = tl.exp2(tl.minimum(s - lse[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
             dout = load_rows(douts, dout_rows, at_b, h, row, sizes.q_len, DOUTS)
-            dp = tl.dot(v, dout.T, input_precision=LOGITS.PRECISION)
+            dp = tl.dot(v, dout.T, input_precision=LOGITS.PRECISION)  # [COLUMNS, ROWS]
             dropped, dp = after_dropout(p, dp, seed_ptr, plane, rows, columns, LOGITS)
-            dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=LOGITS.PRECISION)
+            dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=LOGITS.PRECISION)  # [COLUMNS, DV]
             ds = logit_gradient(p, dp, total[None, :], t, LOGITS.SOFTCAP).to(q.dtype)
-            dk = tl.dot(ds, q, dk, input_precision=LOGITS.PRECISION)
+            dk = tl.dot(ds, q, dk, input_precision=LOGITS.PRECISION)  # [COLUMNS, D]
             if dq_ptr is not None:
-                dq = tl.dot(ds.T, k, input_precision=LOGITS.PRECISION) * LOGITS.SCALE
+                dq = tl.dot(ds.T, k, input_precision=LOGITS.PRECISION) * LOGITS.SCALE  # [ROWS, D]
                 if TMA_DQ:
+                    # programs of other key blocks add to the same rows
                     dqs.atomic_add([h, row, 0], dq.reshape(1, ROWS, D_TILE))
                 else:
                     offsets = (base + row + tl.arange(0, ROWS))[:, None] * D
@@ -256,7 +258,7 @@ def query_gradients(
     D_TILE: tl.constexpr = QUERIES.COLUMNS
     tiles = tl.cdiv(sizes.q_len, ROWS)
     plane = tl.program_id(0) // tiles
-    row = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
+    row = (tiles - 1 - tl.program_id(0) % tiles) * ROWS  # under a causal mask the longest first
     b, h = plane // sizes.q_heads, plane % sizes.q_heads
     kv_h = h // (sizes.q_heads // sizes.kv_heads)
     at_b, elements, base = b, sizes.batch, plane.to(tl.int64) * sizes.q_len
@@ -308,10 +310,10 @@ def query_gradients(
             s = masked_logits(s, number, walk.patterns_ptr, rows - row, columns - n, ROWS, COLUMNS)
         p = tl.exp2(tl.minimum(s - lse[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
         v = load_rows(values, value, at_b, kv_h, n, sizes.kv_len, VALUES)
-        dp = tl.dot(dout, v.T, input_precision=LOGITS.PRECISION)
+        dp = tl.dot(dout, v.T, input_precision=LOGITS.PRECISION)  # [ROWS, COLUMNS]
         _, dp = after_dropout(p, dp, seed_ptr, plane, rows, columns, LOGITS)
         ds = logit_gradient(p, dp, total[:, None], t, LOGITS.SOFTCAP)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=LOGITS.PRECISION)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=LOGITS.PRECISION)  # [ROWS, D]
     store_rows(dq_ptr, dq * LOGITS.SCALE, at_b, h, sizes.q_heads, row, sizes.q_len, QUERIES, SEQ_FIRST)
 
 

@@ -88,7 +88,7 @@ def products(
             else:
                 x = load_tile(x_ptr, x_desc, in_x, x_stride, row, k, X_ROWS, X_COLUMNS, TMA, XR, XC)
             w = load_tile(gate_ptr, gate_desc, in_w, strides.weight, k, column, K, N, TMA, BLOCK_K, BLOCK_N)
-            gate = tl.dot(x, w, gate, input_precision=PRECISION)
+            gate = tl.dot(x, w, gate, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]; x is read once for both products
             w = load_tile(up_base, up_desc, in_w, strides.weight, k, column, K, N, TMA, BLOCK_K, BLOCK_N)
             up = tl.dot(x, w, up, input_precision=PRECISION)
         i = tl.arange(0, BLOCK_M)
@@ -116,7 +116,7 @@ def slopes(gate_ptr, up_ptr, dh_ptr, d_gate_ptr, d_up_ptr, count, ACTIVATION: tl
     gate = tl.load(gate_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     dh = tl.load(dh_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    d_gate = dh * up * derivative(gate, ACTIVATION)
+    d_gate = dh * up * derivative(gate, ACTIVATION)  # d (act(g) u) / dg
     tl.store(d_gate_ptr + offsets, d_gate.to(d_gate_ptr.dtype.element_ty), mask=inside)
     d_up = dh * activate(gate, ACTIVATION)
     tl.store(d_up_ptr + offsets, d_up.to(d_up_ptr.dtype.element_ty), mask=inside)

@@ -75,7 +75,7 @@ def _unpack(pairs, FOUR: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     and more). Below, where the leading one is not there, it is 2 f - 1, the smaller of the two exactly there.
     """
     byte = pairs.to(tl.int32)
-    code = tl.join((byte << 28) >> 28, byte >> 4).reshape(R, C)
+    code = tl.join((byte << 28) >> 28, byte >> 4).reshape(R, C)  # both halves sign-extended
     if FOUR == "int":
         return code.to(tl.float32)
     f = (((code & 7) << 22) + (126 << 23)).to(tl.float32, bitcast=True)
@@ -88,7 +88,7 @@ def _scale(ptr, offsets, mask):
     """Scales as float32, 0 where masked; uint8 ones are the bits of e8m0."""
     scale = tl.load(ptr + offsets, mask=mask, other=0)
     if ptr.dtype.element_ty == tl.uint8:
-        power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        power = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)  # e8m0 is float32's exponent
         scale = tl.where(scale == 255, float("nan"), power)
     return scale.to(tl.float32)
 
@@ -217,21 +217,22 @@ def rows_product(
     dtype: tl.constexpr = lhs_ptr.dtype.element_ty
     ids = tl.arange(0, GROUPS)
     sizes = tl.load(sizes_ptr + b * strides.sizes + ids, mask=ids < groups, other=0)
-    ends = tl.cumsum(sizes, 0)
+    ends = tl.cumsum(sizes, 0)  # [GROUPS]
     if first_ptr is not None:
         first = tl.load(first_ptr + b * strides.first)
         ends += first
     starts = tl.minimum(ends - sizes, M)
-    ends = tl.where(ids < groups, tl.minimum(ends, M), M)
+    ends = tl.where(ids < groups, tl.minimum(ends, M), M)  # the group behind the last ends with the array
     last = groups
     if first_ptr is not None:
         last = groups + 1
         starts = tl.where(ids == last, 0, starts)
         ends = tl.where(ids == last, tl.minimum(first, M), ends)
-    tiles = tl.where(ids <= last, tl.cdiv(ends - starts, BLOCK_M), 0) * num_n
+    tiles = tl.where(ids <= last, tl.cdiv(ends - starts, BLOCK_M), 0) * num_n  # [GROUPS]: tiles of each group's result
     done = tl.cumsum(tiles, 0)
+    # Persistent programs: loads of groups differ, and each program takes every PROGRAMS-th tile of all groups.
     for tile in tl.range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
-        group = tl.sum((done <= tile).to(tl.int32))
+        group = tl.sum((done <= tile).to(tl.int32))  # groups whose tiles are all before this one
         selected = ids == group
         start = tl.sum(tl.where(selected, starts, 0))
         end = tl.sum(tl.where(selected, ends, 0))
@@ -242,7 +243,7 @@ def rows_product(
         matrix = b * strides.rhs + group
         scales = b * strides.scale + group
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for step in tl.range(0, tl.where(group < groups, num_k, 0)):
+        for step in tl.range(0, tl.where(group < groups, num_k, 0)):  # no product for rows of no group: zeros
             k = step * BLOCK_K
             x = _load(lhs, b, row, k, M, K, BLOCK_M, BLOCK_K, TMA_LHS)
             y = _load_matrix(
@@ -321,12 +322,12 @@ def weights_product(
         for member in tl.range(0, MEMBERS):
             b = tl.program_id(1) * MEMBERS + member
             sizes = tl.load(sizes_ptr + b * sizes_stride + ids, mask=ids < groups, other=0)
-            start = tl.sum(tl.where(ids < group, sizes, 0))
+            start = tl.sum(tl.where(ids < group, sizes, 0))  # rows of the groups before
             if first_ptr is not None:
                 start += tl.load(first_ptr + b * first_stride)
             start = tl.minimum(start, M)
             end = tl.minimum(start + tl.sum(tl.where(ids == group, sizes, 0)), M)
-            full_end = start + (end - start) // BLOCK_K * BLOCK_K
+            full_end = start + (end - start) // BLOCK_K * BLOCK_K  # the steps before need no mask
             for row in tl.range(start, full_end, BLOCK_K):
                 x = _load(lhs, b, row, i * BLOCK_M, M, K, BLOCK_K, BLOCK_M, TMA_LHS)
                 y = _load(dout, b, row, j * BLOCK_N, M, N, BLOCK_K, BLOCK_N, TMA_DOUT)
