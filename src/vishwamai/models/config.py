@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import types
@@ -14,8 +13,8 @@ from typing import Any
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.models.families import FAMILIES, IDLE, IGNORED, Family
-from vishwamai.models.families.family import MOST_LAYERS
+from vishwamai.models.config_checks import check_counts, check_keys, family_of
+from vishwamai.models.families import FAMILIES, Family
 from vishwamai.models.gguf import model_directory
 from vishwamai.models.layer_kinds import read_layers, write_layers
 from vishwamai.models.layers.altup import AltUp
@@ -49,8 +48,6 @@ _LEAST = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), -1),
 }
 """Fields whose numbers may be 0, or -1 for no token; the others are above 0."""
-_MOST = {"num_layers": MOST_LAYERS, "experts.count": 100_000}
-"""Counts that would take memory before a weight is read, and what no model exceeds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +234,7 @@ class ModelConfig:
         """
         nested = "text_config" in values
         values = text_values(values, source)
-        family = _family(values, source)
+        family = family_of(values, source)
         values = {**(family.sizes if nested else {}), **values}
         for alias, key in family.aliases.items():
             if alias in values and values.get(key, values[alias]) != values[alias]:
@@ -248,7 +245,7 @@ class ModelConfig:
         values = {family.aliases.get(key, key): value for key, value in values.items()}
         values = values if family.derive is None else dict(family.derive(values, source))
         required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        _check_keys(family, values, required, source)
+        check_keys(family, values, required, source)
         values = {**family.defaults, **values}
         fields: dict[str, Any] = dict(family.fields)
         for key, field in family.keys.items():
@@ -257,7 +254,7 @@ class ModelConfig:
         for key, (field, meanings) in family.choices.items():
             if key in values:
                 fields[field] = meanings[values[key]]
-        _check_counts(family, fields, source)
+        check_counts(family, fields, source)
         fields, sizes = _nested(family, fields, source)
         fields["num_kv_heads"] = fields.get("num_kv_heads") or fields.get("num_heads")
         if fields.get("latent"):
@@ -326,74 +323,6 @@ def read_config(directory: str | Path) -> ModelConfig:
     if config.tie_embeddings and has_own_head(path.parent, config.family):
         return dataclasses.replace(config, tie_embeddings=False)
     return config
-
-
-def _family(values: Mapping[str, Any], source: str) -> Family:
-    kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise UnsupportedError(
-            f"{source}: `model_type` is {kind!r}; the decoder computes {', '.join(sorted(FAMILIES))} only."
-        )
-    return FAMILIES[kind]
-
-
-def _check_keys(family: Family, values: Mapping[str, Any], required: list[str], source: str) -> None:
-    """Checks that every key is one that the family has, all of them in one error."""
-    reads = {*family.keys, *family.choices, *family.ignored, *family.reads(), *IGNORED}
-    absent = {key for key, field in family.keys.items() if field in required and key not in values}
-    kind, problems = values["model_type"], []
-    for key, value in values.items():
-        allowed = family.fixed.get(key)
-        if key in family.choices:
-            allowed = tuple(family.choices[key][1])
-        if allowed is None and key in IDLE and key not in reads:
-            allowed = (*IDLE[key], None)
-        if allowed is not None and value not in allowed:
-            allowed = IDLE[key] if allowed[-1] is None and key not in family.fixed else allowed
-            choices = " or ".join(map(repr, allowed))
-            problems.append(f"`{key}` is {value!r}; the decoder computes {kind} with {choices} only.")
-        elif allowed is None and key not in reads:
-            near = difflib.get_close_matches(key, sorted(absent), n=1, cutoff=0.8)
-            hint = f"`{near[0]}` is missing; if that is meant, write it. " if near else ""
-            problems.append(
-                f"`{key}` = {_brief(value)} is not known for {kind}; it may change what the model computes. {hint}"
-                "Remove the key if it does not."
-            )
-    if problems:
-        raise UnsupportedError(f"{source}: {' '.join(problems)}")
-
-
-def _brief(value: Any) -> str:
-    """A value as an error shows it, in one line."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def _check_counts(family: Family, fields: Mapping[str, Any], source: str) -> None:
-    """Checks counts and groups of experts before anything is made of them."""
-    names = {field: key for key, field in family.keys.items()}
-    for field, most in _MOST.items():
-        if fields.get(field, 0) > most:
-            raise ShapeError(f"{source}: `{names[field]}` is {fields[field]}; expected {most} at most.")
-    heads, shared = fields.get("num_heads"), fields.get("num_kv_heads")
-    if heads and shared and heads % shared:
-        raise ShapeError(
-            f"{source}: `{names['num_heads']}` is {heads}, which is not a multiple of `{names['num_kv_heads']}` = "
-            f"{shared}; each head of keys serves a whole number of heads of queries."
-        )
-    count, top = fields.get("experts.count"), fields.get("experts.top_k")
-    if count is None or top is None:
-        return
-    chosen = f"`{names['experts.top_k']}` is {top}, of `{names['experts.count']}` = {count} experts"
-    groups, top_groups = fields.get("experts.num_groups"), fields.get("experts.top_groups")
-    if groups and top_groups:
-        chosen += f" in `{names['experts.num_groups']}` = {groups} groups"
-        chosen += f", `{names['experts.top_groups']}` = {top_groups} of which a token may reach"
-        if count % groups or top_groups > groups:
-            raise ShapeError(f"{source}: {chosen}; expected groups of one size, and no more than there are.")
-        count = count // groups * top_groups
-    if top > count:
-        raise ShapeError(f"{source}: {chosen}; expected {count} at most.")
 
 
 _SECTIONS: Mapping[str, type] = {
