@@ -68,6 +68,7 @@ class EngineCore:
     def take(self, request: Request, length: int) -> None:
         """Puts a request's answers among the waiting; `length` tokens is each one's most, prompt included."""
         options, now = request.options, time.monotonic()
+        # One seed for all choices of a request, whose keys differ by the number of the choice.
         seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed % 2**32
         for choice in range(options.n):
             try:
@@ -87,7 +88,7 @@ class EngineCore:
         stream.deadline = now + (np.inf if request.deadline is None else request.deadline)
         stream.synchronous = bool(self.programs.drafts) or matcher is not None
         shares = self.scheduler.pool.shared and request.branches
-        stream.leader = request.branches[0].stream if shares else None
+        stream.leader = request.branches[0].stream if shares else None  # the first choice computes the prompt for all
         branch = Branch(request, choice, seed, stream, writer, matcher)
         self.scheduler.add(stream)
         request.branches.append(branch)
@@ -110,6 +111,7 @@ class EngineCore:
 
     def step(self) -> None:
         """Plans a step, sends it off, and hands out what the one before drew."""
+        # Their next step depends on the values of the last tokens: no overlap with the device.
         if any(stream.synchronous for stream in self.scheduler.running):
             self._read()
         self._follow_grammars()
@@ -224,7 +226,7 @@ class EngineCore:
         logprobs = ()
         if options.logprobs is not None:
             logprobs = [logprobs_of(sampled, row + offset, options.logprobs) for offset in range(len(tokens))]
-        room = stream.max_length - len(stream.tokens)
+        room = stream.max_length - len(stream.tokens)  # before `read` adds the tokens
         self.scheduler.read(stream, tokens)
         delta = branch.writer.add(tokens, logprobs, room, stream.cached)
         if branch.matcher is None:

@@ -40,8 +40,8 @@ class StatePool:
 
     def __init__(self, num_states: int, pages: PagePool):
         self.num_states, self._pages = num_states, pages
-        self._slots = PagePool(num_states, pages.shared)
-        self._parents: dict[bytes, bytes | None] = {}
+        self._slots = PagePool(num_states, pages.shared)  # a slot is a page with one digest: that of its last page
+        self._parents: dict[bytes, bytes | None] = {}  # of each page that a kept state needs: the page before it
         self._needs: dict[bytes, int] = {}  # of each page: its kept state, and the pages after it that are needed
         self.reused = self.evicted = 0
 
@@ -57,7 +57,7 @@ class StatePool:
 
     def usable(self, digests: Sequence[bytes], most: int) -> int:
         """How many leading pages of a prefix, at most `most`, end with a kept state."""
-        return next((count for count in range(most, 0, -1) if self._slots.knows(digests[count - 1])), 0)
+        return next((count for count in range(most, 0, -1) if self._slots.knows(digests[count - 1])), 0)  # the longest
 
     def marks(
         self, digests: Sequence[bytes], length: int, cached: int, limits: Limits, shared: int = 0
@@ -75,7 +75,7 @@ class StatePool:
         """
         if not self._pages.shared:
             return ()
-        last = (length - 1) // limits.page_size
+        last = (length - 1) // limits.page_size  # the last token is computed in any case: its logits are needed
         common = len(self._pages.cached(digests[:last]))
         counts = {last, common, min(shared // limits.page_size, last)}
         counts |= {*range(limits.state_pages, last, limits.state_pages)}
@@ -100,7 +100,7 @@ class StatePool:
             free = self._take()
             assert slot is not None and free is not None
             return slot, free
-        if slot is not None and not self._slots.published(slot) and self._slots.holders(slot) == 1:
+        if slot is not None and not self._slots.published(slot) and self._slots.holders(slot) == 1:  # written in place
             return slot, slot
         free = self._take()
         if free is None:  # every slot is held, this one by nobody else: fewer sequences run than there are slots
@@ -121,7 +121,7 @@ class StatePool:
         for place in range(len(digests) - 1, -1, -1):
             digest = digests[place]
             self._needs[digest] = self._needs.get(digest, 0) + 1
-            if digest in self._parents:
+            if digest in self._parents:  # the pages before it are counted by an earlier state
                 break
             self._parents[digest] = digests[place - 1] if place else None
             self._pages.publish(pages[place], digest)
@@ -170,7 +170,7 @@ class StatePool:
         """A state is kept no longer: neither are the pages that it alone needed."""
         while digest is not None:
             self._needs[digest] -= 1
-            if self._needs[digest]:
+            if self._needs[digest]:  # another state goes through this page
                 break
             del self._needs[digest]
             self._pages.drop(digest)

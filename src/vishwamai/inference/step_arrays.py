@@ -58,12 +58,12 @@ def send(
     logit_rows = sum(len(work.drafts) + 1 for work in order)
     needed = StepShape(sum(counts), len(counts), logit_rows, max(counts))
     drafting = programs.draft is not None and bool(order[0].drafts)
-    shape = programs.shape_for(needed, drafting)
+    shape = programs.shape_for(needed, drafting)  # a compiled shape that holds it: the rest is padding
     tables = programs.tables(shape)
     rows = empty_rows(shape.rows, programs.limits.max_sequences, programs.vocab)
     firsts = empty_rows(shape.sequences, programs.limits.max_sequences, programs.vocab)
     masks: dict[int, np.ndarray] = {}
-    tables["cu_q_lens"][:] = needed.tokens
+    tables["cu_q_lens"][:] = needed.tokens  # padding sequences have no tokens
     tables["cu_q_lens"][: len(counts) + 1] = [0, *itertools.accumulate(counts)]
     rows_of, row = [], 0
     for i, work in enumerate(order):
@@ -71,7 +71,7 @@ def send(
         assert stream.slot is not None
         tables["slots"][i] = stream.slot
         tables["kv_lens"][i] = work.start + work.count
-        tables["lengths"][i] = max(work.start + work.count, stream.turned)
+        tables["lengths"][i] = max(work.start + work.count, stream.turned)  # chooses the rotation of LongRoPE
         tables["table"][i, : len(stream.pages)] = stream.pages
         if branch.request.adapter is not None:
             tables["adapters"][i] = branch.request.adapter.place
@@ -85,16 +85,19 @@ def send(
         position = work.start + work.count - len(work.drafts)
         if drafting:
             _set(firsts, i, branch, position)
-        for place in range(len(work.drafts) + 1) if work.samples else ():
+        for place in range(len(work.drafts) + 1) if work.samples else ():  # one row of logits a guess, one after them
+            # The token whose logits are read.
             tables["rows"][row] = tables["cu_q_lens"][i + 1] - 1 - len(work.drafts) + place
             _set(rows, row, branch, position + place)
             if drafting and place < len(work.drafts):
+                # Proposals are stacked by place: `[places * sequences]`
                 rows.proposal[row] = place * shape.sequences + i
             if (mask := works[work]) is not None:
                 masks[row] = mask
             row += 1
     allowed = None
     if masks:
+        # One bit for each token of the vocab; all of them in rows without a mask.
         allowed = np.full((shape.rows, -(-programs.vocab // 32)), -1, np.int32)
         for index, mask in masks.items():
             allowed[index] = mask

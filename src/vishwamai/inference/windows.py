@@ -49,7 +49,8 @@ class WindowPages:
         longest, runs = 0, dict.fromkeys(self.pools, 0)
         for count, digest in enumerate(digests, 1):
             for window, pool in self.pools.items():
-                runs[window] = runs[window] + 1 if pool.knows(digest) else 0
+                runs[window] = runs[window] + 1 if pool.knows(digest) else 0  # known pages in a row, up to this one
+            # Each window sees the pages from `_first` on: all of those must be known.
             if all(run >= count - self._first(window, count * self.page_size) for window, run in runs.items()):
                 longest = count
         return longest
@@ -67,6 +68,7 @@ class WindowPages:
                 pool.release(span.pages[: first - span.first])
                 del span.pages[: first - span.first]
                 span.first = first
+            # Up to the page of token end - 1.
             more = pool.take(max(0, -(-end // self.page_size) - first - len(span.pages)))
             assert more is not None, f"a ring of window {window} is too short for tokens {start} to {end}"
             span.pages += more

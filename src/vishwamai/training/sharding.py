@@ -109,13 +109,13 @@ class Layout:
     def _spec(self, path: Any, shape: tuple[int, ...], placed: bool) -> PartitionSpec:
         name = parameter_name(path)
         spec: list[str | None] = [None] * len(shape)
-        if placed and self.staged(path) and shape and shape[0] % self.stages == 0:
+        if placed and self.staged(path) and shape and shape[0] % self.stages == 0:  # the axis of stacked layers
             spec[0] = PIPELINE
         for split, axes in self.splits:
             axis = split_axis(axes, name)
-            if self.mesh is None or axis is None or -axis > len(shape) or shape[axis] % self.mesh.shape[split]:
+            if self.mesh is None or axis is None or -axis > len(shape) or shape[axis] % self.mesh.shape[split]:  # whole
                 continue
-            if spec[axis] is None:
+            if spec[axis] is None:  # an axis is split by one mesh axis at most: the first of `splits`
                 spec[axis] = split
         return PartitionSpec(*spec) if any(spec) else PartitionSpec()
 
@@ -146,7 +146,7 @@ class Layout:
         """What `make(*args)` gives, laid out over the mesh: no device has the whole. It takes the memory of `args`."""
         if self.mesh is None:
             return make(*args)
-        places = self.shardings(jax.eval_shape(make, *args))
+        places = self.shardings(jax.eval_shape(make, *args))  # shapes alone: nothing is computed yet
         return jax.jit(make, out_shardings=places, donate_argnums=tuple(range(len(args))))(*args)
 
     @property
@@ -157,7 +157,7 @@ class Layout:
         if self.mesh is None:
             return 0, 1
         rows: dict[int, set[int]] = {}
-        grid = np.moveaxis(self.mesh.devices, ALL.index(PIPELINE), -1)
+        grid = np.moveaxis(self.mesh.devices, ALL.index(PIPELINE), -1)  # stages of one part have the same rows
         for row, devices in enumerate(grid.reshape(math.prod(self.mesh.shape[a] for a in ROWS), -1)):
             for device in devices:
                 rows.setdefault(device.process_index, set()).add(row)
@@ -177,9 +177,9 @@ class Layout:
             if self.zigzag and name != REFERENCE:
                 x = to_zigzag(x, mesh.shape["sequence"], axis=1)
             sharding = NamedSharding(mesh, batch_spec(name))
-            if sharding.is_fully_addressable:
+            if sharding.is_fully_addressable:  # one process
                 return jax.device_put(x, sharding)
-            first = index * x.shape[0]
+            first = index * x.shape[0]  # this process's first row in the global batch
 
             def of_device(place: Any) -> Any:
                 begin, end, _ = place[0].indices(x.shape[0] * count)
@@ -293,7 +293,7 @@ def make_layout(
     axes = free(section.fsdp, matrices)
     ends = free(section.pipeline, [name for name in matrices if name in params], axes)
     in_parts = _in_parts(section, shapes, names, params)
-    axes |= dict.fromkeys(in_parts, -1)
+    axes |= dict.fromkeys(in_parts, -1)  # features, in place of rows
     ring = section.sequence > 1 and section.pipeline == 1
     zigzag = ring and model is not None and sequence_placement(model) == "zigzag"
     return Layout(mesh, axes, ungathered, ends, in_parts, zigzag)

@@ -44,7 +44,7 @@ def load_pages(ptr, offsets, rows, FOUR: tl.constexpr, WIDTH: tl.constexpr, TILE
     """`load_rows` of pages; FOUR: two numbers share a byte, the first in its lower bits, and `offsets` counts bytes."""
     if FOUR:
         pairs = load_rows(ptr, offsets, rows, WIDTH // 2, TILE // 2).to(tl.int32)
-        return tl.join((pairs << 28) >> 28, pairs >> 4).reshape(offsets.shape[0], TILE)
+        return tl.join((pairs << 28) >> 28, pairs >> 4).reshape(offsets.shape[0], TILE)  # both halves sign-extended
     else:
         return load_rows(ptr, offsets, rows, WIDTH, TILE)
 
@@ -114,12 +114,12 @@ def attend(
         first = item * 0
     else:
         s = sequence_of(cu_q_lens_ptr, n, item, QUERIES, True, TILES.CHUNK)
-        first = (item - s) * QUERIES - tl.load(cu_q_lens_ptr + s) // QUERIES * QUERIES
+        first = (item - s) * QUERIES - tl.load(cu_q_lens_ptr + s) // QUERIES * QUERIES  # the item's first query in s
     start = tl.load(cu_q_lens_ptr + s)
 
     row = tl.arange(0, ROWS)
     head = tile * HEADS + row % HEADS
-    mine = (row < QUERIES * HEADS) & (head < TILES.GROUP)
+    mine = (row < QUERIES * HEADS) & (head < TILES.GROUP)  # rows beyond are padding of the tile
     head += h * TILES.GROUP
     column = tl.arange(0, DV_TILE)
 
@@ -152,7 +152,7 @@ def attend(
     if SCORES.WINDOW:
         low = tl.maximum(begin - terms.window, 0) // COLUMNS * COLUMNS
     if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), COLUMNS), SPLITS) * COLUMNS
+        share = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), COLUMNS), SPLITS) * COLUMNS  # whole blocks for each split
         low += split * share
         end = tl.minimum(end, low + share)
 
@@ -160,7 +160,7 @@ def attend(
     token = start + query
     mine = mine & (query < length) & (token < tokens)
     offsets = (b * tokens + token) * heads + head
-    q = load_rows(query_ptr, offsets * D, mine, KEY, WIDTHS.D_TILE)
+    q = load_rows(query_ptr, offsets * D, mine, KEY, WIDTHS.D_TILE)  # [ROWS, D_TILE]
     PRECISE: tl.constexpr = q.dtype == tl.float32
     scale = SCORES.SCALE
     if k_pool.scale_ptr is not None:
@@ -198,10 +198,10 @@ def attend(
             slot = key % PAGE
         where = page * k_pool.page + slot.to(tl.int64) * k_pool.token
         # What is not live may hold anything, NaN included: it is never loaded.
-        k = load_pages(k_ptr, where, live, WIDTHS.FOUR, KEY, WIDTHS.D_TILE).to(q.dtype)
-        product = tl.dot(q, k.T, input_precision=PRECISION)
+        k = load_pages(k_ptr, where, live, WIDTHS.FOUR, KEY, WIDTHS.D_TILE).to(q.dtype)  # [COLUMNS, D_TILE]
+        product = tl.dot(q, k.T, input_precision=PRECISION)  # [ROWS, COLUMNS]
         if WIDTHS.LATENT:
-            v = k
+            v = k  # MLA: values are the key's first features
             if REST > 0:
                 k_rest = load_pages(
                     k_ptr + (DV // 2 if WIDTHS.FOUR else DV), where, live, WIDTHS.FOUR, REST, WIDTHS.REST_TILE
@@ -230,7 +230,7 @@ def attend(
         p = tl.exp2(x - m_ref[:, None])
         alpha = tl.exp2(m - m_ref)
         l = l * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # [ROWS, DV_TILE]
         m = m_new
 
     if lse_ptr is None:
@@ -244,7 +244,7 @@ def attend(
             m = m_new
     if logsumexp_ptr is not None:
         tl.store(logsumexp_ptr + offsets, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN2), mask=mine)
-    factor = 1.0 / tl.where(l == 0.0, 1.0, l)
+    factor = 1.0 / tl.where(l == 0.0, 1.0, l)  # rows without a key give 0
     if v_pool.scale_ptr is not None:
         factor *= tl.load(v_pool.scale_ptr + b * v_pool.scale_batch + h)
     acc *= factor[:, None]
