@@ -86,7 +86,7 @@ def make_pools(
     counts: dict[str, Any] = {"num_pages": num_pages, "window_pages": window_pages, "num_states": num_states}
     shapes = page_shapes(model.config, dtype=dtype, **counts, **sizes)
     pools = _empty(model, shapes, mesh)
-    if dtype.itemsize > 1:
+    if dtype.itemsize > 1:  # 16 bits and more need no scale
         return pools
     most = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     largest = _largest(model, page_size, tokens, mesh)
@@ -158,10 +158,10 @@ def _largest(
         rows = jnp.abs(pool.astype(jnp.float32))
         rows = rows.reshape(pool.shape[0] // pages, pages * pool.shape[1], *pool.shape[2:])
         if rows.ndim == 3:  # latent rows, which are key and value at once
-            maxima = rows.max(axis=(1, 2))[:, None]
+            maxima = rows.max(axis=(1, 2))[:, None]  # [layers, 1]
             return maxima, maxima
         maxima = rows.max(axis=(1, 3), initial=0.0)  # key and value of each head in turn; layers may have no features
-        return maxima[:, 0::2], maxima[:, 1::2]
+        return maxima[:, 0::2], maxima[:, 1::2]  # [layers, heads] each
 
     @jax.jit
     def measure(model: Decoder, pools: Any, tokens: jax.Array) -> list[tuple[jax.Array, jax.Array] | None]:

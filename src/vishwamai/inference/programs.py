@@ -262,9 +262,11 @@ class Programs:
             name = f"step of {shape.tokens} tokens, {shape.sequences} sequences"
             function = partial(_forward, shape=shape, mesh=mesh, sizes=sizes)
             arguments = *self._state(), self.history, *self.tables(shape).values()
+            # The pools are written in place.
             self._forward[shape] = program(name, shape in first, function, (1, 3), *arguments)
         for n in single:
             arguments = *self._sampling(n), self._all_allowed[n]
+            # The history is written in place, too.
             self._draw[n] = program(f"sampling of {n}", n in {shape.rows for shape in first}, _draw, 2, *arguments)
         for shape in drafting:
             n, logits_dtype = shape.sequences, jnp.float32
@@ -323,7 +325,7 @@ class Programs:
 
     def place(self, slot: int, start: int, tokens: Any) -> None:
         """Writes a sequence's tokens, from position `start` on, into its slot."""
-        padded = np.zeros(self.limits.max_length, np.int32)
+        padded = np.zeros(self.limits.max_length, np.int32)  # one shape for all prompts: one program
         padded[: len(tokens)] = tokens
         self.history = self._place(self.history, np.int32(slot), np.int32(start), padded)
 
@@ -340,6 +342,7 @@ class Programs:
             arguments = self._drafting(tables, rows, guesses, place)
             proposals, self.draft_pages, self.history = self._propose[shape](*arguments)
             drawn_proposals.append(proposals)
+        # The check takes `drafts` proposals: the rest repeat the last one, and no row refers to them.
         return tuple(drawn_proposals) + (drawn_proposals[-1],) * (self.drafts - len(drawn_proposals))
 
     def step(
@@ -353,7 +356,7 @@ class Programs:
         """Sends a step off; the arrays that it returns may not be computed yet."""
         forward = self._forward[shape](*self._state(), self.history, *tables.values())
         logits, self.pages, self.draft_pages = forward
-        mask = self._all_allowed[shape.rows] if allowed is None else allowed
+        mask = self._all_allowed[shape.rows] if allowed is None else allowed  # on the device since the start
         if proposals:
             sampled, self.history = self._checked[shape](logits, rows, self.history, mask, proposals)
         else:

@@ -66,6 +66,7 @@ def _permute_fwd(tokens: jax.Array, choice: jax.Array, place: jax.Array) -> Any:
 
 def _permute_bwd(saved: Any, g: jax.Array) -> Any:
     choice, place = saved
+    # A gather and a sum over k, not a scatter: each choice knows its row.
     total = fetched(g, place).astype(jnp.promote_types(g.dtype, jnp.float32)).sum(axis=1).astype(g.dtype)
     return total, None, None
 
@@ -194,11 +195,11 @@ def sort_choices(chosen: Any, bins: int, capacity: int | None, sizes: Any = None
     sizes = bincount(flat, bins) if sizes is None else sizes
     ranks = inverse(order)
     divisor = at_least_1(count)
-    choice = cast(order % divisor * top_k + order // divisor, "int32")
+    choice = cast(order % divisor * top_k + order // divisor, "int32")  # from rank * T + token to token * k + rank
     if capacity is None:
         return sizes, choice, cast(ranks.reshape(top_k, count).T, "int32"), cast(xp.zeros_like(sizes[0]), "int32")
     starts = xp.cumsum(sizes, 0, dtype=sizes.dtype) - sizes
-    rank = ranks - starts[flat]
+    rank = ranks - starts[flat]  # place of each choice within its bin
     place = cast(xp.where(rank < capacity, flat * capacity + rank, bins * capacity), "int32")
     slot = numbers(capacity, flat)
     source = starts[:, None] + slot  # [bins, capacity]: where in the order each slot's choice stands

@@ -57,7 +57,7 @@ class Pieces:
         ((0, 1, -1, 2, -2), (0, 1))
         """
         steps = [way * step for step in range(1, self.size // 2 + 1) for way in (1, -1)]
-        return (0, *steps[: self.size - 1])
+        return (0, *steps[: self.size - 1])  # an even number of devices: the opposite one is met once
 
     def products(self, rows: Any, weights: Weights, sizes: Any) -> tuple[Any, ...]:
         """The grouped product with each pair of `weights`."""
@@ -175,6 +175,7 @@ def there_and_back_over_two(axes: tuple[str, ...], pieces: Pieces, rows: Any, ar
         return jax.lax.all_to_all(x.reshape(*sizes, room, -1), inner, 1, 1)
 
     choice, place, _ = jax.vmap(functools.partial(by_expert, room=room))(counts)
+    # [outer, inner * room, in]: the rows of one inner group for each outer device, sorted by expert.
     by_group = jax.vmap(permute)(exchanged(rows).reshape(pieces.size, sizes[1] * room, -1), choice, place)
     back = there_and_back(pieces, by_group, arriving.sum(axis=1), **experts)
     return exchanged(jax.vmap(unpermute)(back, choice, place)).reshape(*rows.shape[:2], -1)
@@ -199,7 +200,7 @@ _depart = jax.custom_vjp(_departed, nondiff_argnums=(0,))
 
 
 def _arrive_forward(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> tuple[Any, Any]:
-    came = tuple(pieces.sent(rows, d) for d in pieces.distances)
+    came = tuple(pieces.sent(rows, d) for d in pieces.distances)  # kept: the weights' gradient reads them
     return tuple(pieces.products(x, weights, n) for x, n in zip(came, sizes)), (came, weights, sizes)
 
 
@@ -233,7 +234,7 @@ def _weights_gradient(pieces: Pieces, rows: Any, weights: Weights, sizes: Any, d
     choice, place, total = by_expert(jnp.stack(sizes), rows[0].shape[0])
 
     def by_group(parts: Iterable[Any]) -> Any:
-        joined = jnp.concatenate(list(parts))
+        joined = jnp.concatenate(list(parts))  # [size * room, ...], in the order of `distances`
         return permute(joined, choice, place)
 
     joined = by_group(rows)
@@ -242,7 +243,7 @@ def _weights_gradient(pieces: Pieces, rows: Any, weights: Weights, sizes: Any, d
 
 
 def _backward(gradients: Callable[..., Any], pieces: Pieces, saved: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-    nothing = jax.tree.map(lambda n: np.zeros(n.shape, jax.dtypes.float0), saved[2])
+    nothing = jax.tree.map(lambda n: np.zeros(n.shape, jax.dtypes.float0), saved[2])  # sizes are integers
     return *gradients(pieces, saved, cotangent), nothing
 
 

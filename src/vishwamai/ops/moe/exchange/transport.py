@@ -32,7 +32,7 @@ def all_to_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if len(axes) == 1:
         return lax.all_to_all(x, axes[0], 0, 0)
     outer, inner = axes
-    parts = x.reshape(lax.axis_size(outer), lax.axis_size(inner), *x.shape[1:])
+    parts = x.reshape(lax.axis_size(outer), lax.axis_size(inner), *x.shape[1:])  # [outer, inner, ...]
     parts = lax.all_to_all(parts, inner, 1, 1)
     parts = lax.all_to_all(parts, outer, 0, 0)
     return parts.reshape(x.shape)
@@ -56,7 +56,7 @@ def by_expert(sizes: jax.Array, room: int) -> tuple[jax.Array, jax.Array, jax.Ar
     row = jnp.arange(room)
     expert = jnp.sum(ends[:, None, :] <= row[None, :, None], axis=2).reshape(-1)  # `experts` for an unused row
     total = devices * room
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)  # unused rows come last
     places = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32), unique_indices=True)
     used = expert < experts
     choice = jnp.where(used[order], order, total)
@@ -69,7 +69,7 @@ def run_experts(received: jax.Array, sizes: jax.Array, experts: Experts) -> jax.
     """
     devices, room, features = received.shape
     choice, place, group_sizes = by_expert(sizes, room)
-    rows = permute(received.reshape(devices * room, features), choice, place)
+    rows = permute(received.reshape(devices * room, features), choice, place)  # [devices * room, d], by expert
     results = experts(rows, group_sizes)
     return unpermute(results, choice, place)[:, 0].reshape(devices, room, -1)
 
@@ -109,21 +109,21 @@ def dense(
     # Sorted by expert, so that what one device gets is sorted too; the first `room` rows for each device find a place.
     sizes, choice, place, _ = sort_choices(routing.experts, devices * local, None)
     starts = (jnp.cumsum(sizes) - sizes)[::local]  # [devices]
-    device = routing.experts // local
-    rank = place - starts[device]
+    device = routing.experts // local  # [T, k]: the device of each choice's expert
+    rank = place - starts[device]  # [T, k]: place among the rows for that device
     place = jnp.where(rank < room, device * room + rank, devices * room)
     slot = jnp.arange(room, dtype=jnp.int32)
     per_device = sizes.reshape(devices, local)
-    filled = slot < per_device.sum(axis=1)[:, None]
+    filled = slot < per_device.sum(axis=1)[:, None]  # [devices, room]
     nothing = count * top_k
     choice = choice.at[jnp.where(filled, starts[:, None] + slot, nothing)].get(mode="fill", fill_value=nothing)
     choice = choice.reshape(-1)
-    ends = jnp.minimum(jnp.cumsum(per_device, axis=1), room)
+    ends = jnp.minimum(jnp.cumsum(per_device, axis=1), room)  # experts whose rows are past the room lose them
     accepted = jnp.diff(ends, axis=1, prepend=0)  # [devices, local]: rows of each expert that found a place
     dropped = lax.psum(jnp.sum(sizes) - jnp.sum(accepted), axes)
 
     rows = permute(x, choice, place).reshape(devices, room, -1)
-    arriving = all_to_all(accepted, axes)
+    arriving = all_to_all(accepted, axes)  # [devices, local]: sizes travel before the rows
     if travel is None:
         back = all_to_all(run_experts(all_to_all(rows, axes), arriving, experts), axes)
     else:
@@ -147,7 +147,7 @@ def with_capacity(
     """
     devices = lax.axis_size(axes)
     dispatch = moe_dispatch(x, routing, capacity_factor=factor)
-    capacity = dispatch.rows.shape[0] // (devices * local)
+    capacity = dispatch.rows.shape[0] // (devices * local)  # slots of an expert for this device's tokens
     rows = dispatch.rows.reshape(devices, local * capacity, -1)
     if travel is not None:
         back = travel(rows, jnp.full((devices, local), capacity, jnp.int32)).reshape(dispatch.rows.shape)
@@ -173,7 +173,7 @@ def ragged(
     total = count * top_k
     sizes, choice, place, _ = sort_choices(routing.experts, devices * local, None)
     starts = (jnp.cumsum(sizes) - sizes)[::local]  # [devices]
-    rank = place - starts[routing.experts // local]
+    rank = place - starts[routing.experts // local]  # [T, k]
     place = jnp.where(rank < room, place, total)
     index = jnp.arange(total, dtype=jnp.int32)
     whose = jnp.sum(starts[None, 1:] <= index[:, None], axis=1)  # the device that each sorted row goes to
@@ -182,8 +182,8 @@ def ragged(
     accepted = jnp.diff(ends, axis=1, prepend=0)
     dropped = lax.psum(total - jnp.sum(accepted), axis)
     arriving = lax.all_to_all(accepted, axis, 0, 0)  # [devices, local]
-    sends, receives = accepted.sum(axis=1), arriving.sum(axis=1)
-    parts = jnp.arange(devices, dtype=jnp.int32) * room
+    sends, receives = accepted.sum(axis=1), arriving.sum(axis=1)  # [devices] each
+    parts = jnp.arange(devices, dtype=jnp.int32) * room  # where each sender's part of the buffer begins
 
     def travel(rows: jax.Array, size: int, *table: jax.Array) -> jax.Array:
         empty = jnp.zeros((size, rows.shape[1]), rows.dtype) + rows[:0].sum().astype(rows.dtype)
@@ -193,6 +193,6 @@ def ragged(
     # began.
     received = travel(permute(x, choice, place), devices * room, starts, sends, jnp.full(devices, me * room), receives)
     results = run_experts(received.reshape(devices, room, -1), arriving, experts).reshape(devices * room, -1)
-    origin = lax.all_to_all(starts, axis, 0, 0)
+    origin = lax.all_to_all(starts, axis, 0, 0)  # [devices]: where my part began in each sender's rows
     back = travel(results, total, parts, receives, origin, sends)
     return _weighted_sum(back, choice, place, routing), dropped
