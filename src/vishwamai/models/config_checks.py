@@ -22,8 +22,11 @@ def family_of(values: Mapping[str, Any], source: str) -> Family:
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
+        near = difflib.get_close_matches(str(kind), FAMILIES, n=3)
+        similar = f", such as {' and '.join(near)}" if near else ""
         raise UnsupportedError(
-            f"{source}: `model_type` is {kind!r}; the decoder computes {', '.join(sorted(FAMILIES))} only."
+            f"{source}: `model_type` is {_brief(kind)}; the decoder computes {len(FAMILIES)} others{similar}. "
+            "docs/models.md lists them."
         )
     return FAMILIES[kind]
 
