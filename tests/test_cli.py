@@ -117,6 +117,7 @@ def test_the_import_costs_little_more_than_that_of_jax():
 LONG_COMMANDS = {
     "generate": "none --prompt x",
     "serve": "none",
+    "compile": "none --target cpu -o none",
     "evaluate": "none --text none",
     "quantize": "none --format int4 -o none",
     "bench": "--quick",

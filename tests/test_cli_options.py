@@ -109,7 +109,7 @@ def test_the_second_start_reads_its_programs(capsys, monkeypatch, tmp_path):
         jax.config.update("jax_compilation_cache_dir", before)
     assert all("compiling" not in text for text in texts)
     (count,) = re.findall(r"ready after .* s: (\d+) programs\n", texts[0])
-    assert re.search(rf": {count} programs, {count} of them from the cache\n", texts[1])
+    assert re.search(rf": {count} programs, {count} of them compiled earlier\n", texts[1])
 
 
 def test_help_names_the_system_and_the_exit_status(capsys):

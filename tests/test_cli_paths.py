@@ -22,6 +22,11 @@ READ = {
         ("serve", "adapter_folder"),
         ("serve", "ssl_certfile"),
         ("serve", "ssl_keyfile"),
+        ("serve", "programs"),
+    ),
+    *(
+        ("compile", "directory"),
+        ("compile", "draft_model"),
     ),
     *(("evaluate", "directory"), ("evaluate", "text"), ("quantize", "directory"), ("quantize", "calibrate")),
     *(("calibrate", "use"), ("calibrate", "show"), ("doctor", "serve")),
@@ -30,6 +35,7 @@ READ = {
 
 NEEDED = {"inspect": ["no.module:f"], "plan": ["none.yaml"], "train": ["none.yaml"]}
 NEEDED["generate"] = ["none", "--prompt", "a"]
+NEEDED["compile"] = ["none", "--target", "cpu"]
 NEEDED["evaluate"] = ["none", "--text", "none"]
 NEEDED["quantize"] = ["none", "--format", "int4"]
 """What a command wants next to the path, so that nothing else is wrong with the command line."""
@@ -44,7 +50,8 @@ WRITTEN.append(("tune", "--directory", output.Directory))  # which --check reads
 def test_every_path_is_one_to_read_or_is_tried():
     paths = {(name, action.dest) for name, action in PATHS}
     assert paths - READ == {(name, option.removeprefix("--")) for name, option, _ in WRITTEN} and paths >= READ
-    commands = {"bench", "calibrate", "doctor", "evaluate", "generate", "inspect", "plan", "quantize", "train", "tune"}
+    commands = {"bench", "calibrate", "compile", "doctor", "evaluate", "generate", "inspect", "plan", "quantize"}
+    commands |= {"train", "tune"}
     assert {name for name, _, _ in WRITTEN} == commands
 
 

@@ -102,6 +102,7 @@ TABLES = {
     "generate": None,  # an answer of a model, and no table
     "serve": None,
     "quantize": None,
+    "compile": None,
     "evaluate": None,  # a few lines on a model
 }
 NEED_LIBTPU = {"check", "inspect", "plan"}

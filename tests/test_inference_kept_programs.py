@@ -116,8 +116,8 @@ def test_a_program_of_something_else_is_traced(cache, traced, monkeypatch):
         ({"optimization": {"attention_memory_efficient": False}}, lambda patch: None),
         ({"config": dataclasses.replace(CONFIG, norm_eps=1e-3)}, lambda patch: None),
         ({}, lambda patch: patch.setenv("VISHWAMAI_CPU_THREADS", "1")),
-        ({}, lambda patch: patch.setattr(kept_programs, "_source", lambda: "another")),
-        ({}, lambda patch: patch.setattr(kept_programs, "_machine", lambda: ("another",))),
+        ({}, lambda patch: patch.setattr(kept_programs, "source_of_cpu", lambda: "another")),
+        ({}, lambda patch: patch.setattr(kept_programs, "machine", lambda: ("another",))),
     ]
     for options, change in others:
         del traced[:]
@@ -268,4 +268,4 @@ def test_the_identity_is_the_same_in_each_process():
         jax.__version__,
     ):
         assert part in text
-    assert np.__version__ in text and kept_programs._source() in text
+    assert np.__version__ in text and str(kept_programs.source_of_cpu()) in text

@@ -313,7 +313,19 @@ def test_a_dictionary_brings_theta_and_the_rotated_share(kind):
 
 @pytest.mark.parametrize("chip", TPUS.values(), ids=TPUS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("heads, length, head_dim", [(32, 4096, 128), (128, 4096, 192), (8, 1, 128), (1, 100, 64)])
+@pytest.mark.parametrize(
+    "heads, length, head_dim",
+    [
+        (32, 4096, 128),
+        (128, 4096, 192),
+        (8, 1, 128),
+        (1, 100, 64),
+        (9, 1, 64),
+        (32, 1, 128),
+        (40, 3, 128),
+        (64, 6, 128),
+    ],
+)
 def test_blocks_fit_the_chip(heads, length, head_dim, layout, chip):
     shape = (2, heads, length, head_dim) if layout == "bhsd" else (2, length, heads, head_dim)
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -321,7 +333,7 @@ def test_blocks_fit_the_chip(heads, length, head_dim, layout, chip):
         (plan,) = record_plans(lambda q, k: apply_rope((q, k), layout=layout), x, x)
     assert tpu.why_not(plan.spec, Target("tpu", chip)) is None
     config = tpu.heuristic(plan.spec, Target("tpu", chip))
-    assert config.block_positions % config.chunk_positions == 0
+    assert config.block_positions % config.chunk_positions == 0 and config.block_positions % 8 == 0
     assert config.vmem_bytes <= chip.vmem_bytes * 3 // 4
     for block_size in (1, 7, 100):  # whole tiles of the tables' rows
         assert config.with_block_size(block_size).block_positions % 8 == 0

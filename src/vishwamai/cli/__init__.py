@@ -25,6 +25,7 @@ from vishwamai.core.errors import VishwamaiError
 COMMANDS = {
     "generate": "continue a prompt with a model that Hugging Face's directory holds",
     "serve": "serve a model over HTTP, in OpenAI's form",
+    "compile": "compile the programs of a server for a TPU you do not have, so that its start reads them",
     "evaluate": "perplexity of a model on a text, in the form that is served, and its distance from the float model",
     "quantize": "write a model with rounded weights in the form of compressed-tensors",
     "bench": "check and time every operation that this machine can run, compared with the framework's own",
@@ -51,6 +52,7 @@ LONG = frozenset(
     {
         "generate",
         "serve",
+        "compile",
         "evaluate",
         "quantize",
         "bench",

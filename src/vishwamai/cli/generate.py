@@ -32,6 +32,7 @@ _ALWAYS = ("repetition_penalty",)
 
 def configure(parser: argparse.ArgumentParser) -> None:
     model.add_model_options(parser, sequences=1)
+    model.add_compile(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="continue this text")
     prompt.add_argument("--chat", metavar="FILE", type=Path, help="answer the messages in this JSON file (a list)")

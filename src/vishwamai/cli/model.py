@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli import binding
 from vishwamai.cli.function import CommandError
 from vishwamai.core import logs
+from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
@@ -102,14 +104,40 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
         help="states of sequences that run and of prefixes, in models whose layers have them (3 for each sequence)",
     )
     parser.add_argument(
+        "--mesh", metavar="AXES", help='split over devices: "tensor=2", or "expert=4,tensor=2" for experts (one device)'
+    )
+
+
+def add_compile(parser: argparse.ArgumentParser) -> None:
+    """The option of when programs are compiled."""
+    parser.add_argument(
         "--compile",
         choices=("ahead", "lazy"),
         default="ahead",
         help="the programs of all steps before the first request, or most of them when a step first needs them (ahead)",
     )
-    parser.add_argument(
-        "--mesh", metavar="AXES", help='split over devices: "tensor=2", or "expert=4,tensor=2" for experts (one device)'
-    )
+
+
+def add_adapter_sizes(parser: argparse.ArgumentParser, default: str) -> None:
+    """The places for adapters; `default` is the text of their number."""
+    parser.add_argument("--max-adapters", type=int, metavar="N", help=f"adapters that are loaded at once ({default})")
+    parser.add_argument("--max-adapter-rank", type=int, default=16, metavar="N", help="the highest of an adapter (16)")
+
+
+def adapter_sizes(arguments: argparse.Namespace, count: int) -> AdapterSizes | None:
+    """The places for `count` adapters or more; None for none.
+
+    Raises:
+      CommandError: the options contradict each other.
+    """
+    from vishwamai.models.adapters import AdapterSizes
+
+    places = count if arguments.max_adapters is None else arguments.max_adapters
+    if places < count or arguments.max_adapter_rank < 1:
+        raise CommandError("--max-adapters is less than the adapters of --adapter, or --max-adapter-rank less than 1.")
+    if places and arguments.mesh is not None:
+        raise CommandError("adapters are served on one device; leave out --mesh.")
+    return AdapterSizes(places, arguments.max_adapter_rank) if places else None
 
 
 def _milliseconds(text: str) -> float:
@@ -204,11 +232,24 @@ def say_optimization(keys: Optimization, purpose: Purpose, devices: int | None) 
         say(str(explain_optimization(keys, purpose, devices)))
 
 
-def plan(arguments: argparse.Namespace, adapters: AdapterSizes | None = None) -> Load:
+def plan(
+    arguments: argparse.Namespace,
+    adapters: AdapterSizes | None = None,
+    target: str | None = None,
+    programs: Path | None = None,
+    require_programs: bool = False,
+) -> Load:
     """What is to be loaded, which is said at once.
 
+    Args:
+      arguments: options of `add_model_options`.
+      adapters: places for adapters.
+      target: argument of `plan_load`.
+      programs: directory of compiled programs (`program_sets`), or None.
+      require_programs: bool, True declines a start that they do not fit.
+
     Raises:
-      CommandError: the packages for it are missing.
+      CommandError: the packages for it are missing, or required programs do not fit.
       VishwamaiError: the directory is not a whole model, or it does not fit.
     """
     require_packages()
@@ -216,15 +257,12 @@ def plan(arguments: argparse.Namespace, adapters: AdapterSizes | None = None) ->
     arguments.directory, _ = fetch(arguments.directory)
     if arguments.draft_model is not None:
         arguments.draft_model, _ = fetch(arguments.draft_model)
-    import jax
-
     from vishwamai.aot.compile import libtpu
     from vishwamai.inference import fit, plan_load
 
     libtpu.local_devices()
     keys = optimization(arguments)
-    load = (fit.fit_load if arguments.fit else plan_load)(
-        arguments.directory,
+    options: dict[str, Any] = dict(
         dtype=arguments.dtype,
         quantize=arguments.quantize,
         kv_dtype=arguments.kv_dtype,
@@ -243,12 +281,42 @@ def plan(arguments: argparse.Namespace, adapters: AdapterSizes | None = None) ->
         mesh=arguments.mesh,
         num_states=arguments.num_states,
         optimization=keys,
+        target=target,
     )
-    say_optimization(keys, "serving", jax.device_count())
+    load = None if programs is None else _plan_of(programs, arguments.directory, options, require_programs)
+    if load is None:
+        load = (fit.fit_load if arguments.fit else plan_load)(arguments.directory, **options)
+    say_optimization(keys, "serving", len(load.devices))
     if arguments.fit:
         say(fit.reason(load, arguments.max_sequences))
-    say(f"loading {load}")
+    say(f"{'loading' if target is None else 'planning'} {load}")
     return load
+
+
+def _plan_of(programs: Path, directory: Path, options: Mapping[str, Any], required: bool) -> Load | None:
+    """What is to be loaded with compiled programs, whose sizes hold where options leave them open; None where they do
+    not fit, which is said.
+    """
+    from vishwamai.inference import plan_load
+    from vishwamai.inference.program_sets import ProgramSet
+
+    compiled = ProgramSet.read(programs, required)
+    sizes = {name: value for name, value in compiled.sizes.items() if options.get(name) is None}
+    try:
+        load = plan_load(directory, **{**options, **sizes})
+        reasons = compiled.differences(load)
+    except VishwamaiError as error:
+        load, reasons = None, [str(error).rstrip(".")]
+    if not reasons and load is not None:
+        say(f"programs are read from {programs}")
+        return dataclasses.replace(load, store=compiled)
+    more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+    text = f"the programs of {programs} do not fit: {'; '.join(reasons[:3])}{more}"
+    again = "compile them again for this start with `vishwamai compile`"
+    if required:
+        raise CommandError(f"{text}. Change that, {again}, or leave out --require-programs.")
+    warn(f"{text}. This start compiles its own; {again}")
+    return None
 
 
 def require_packages() -> None:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from vishwamai.inference.server.budgets import Key
     from vishwamai.models.adapters import AdapterSizes
 
+SEQUENCES = 32
+"""Those that run at once, where no option says it."""
+
 _NEEDED = (
     "starlette",
     "uvicorn",
@@ -48,7 +51,14 @@ _NEEDED = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    model.add_model_options(parser, sequences=32)
+    model.add_model_options(parser, sequences=SEQUENCES)
+    model.add_compile(parser)
+    parser.add_argument(
+        "--programs", type=Path, metavar="DIR", help="compiled programs, which `vishwamai compile` wrote (none)"
+    )
+    parser.add_argument(
+        "--require-programs", action="store_true", help="end where a program of --programs does not fit this start"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="(8000; 0: any that is free)")
     parser.add_argument("--name", help="what clients call the model (the directory's name)")
@@ -62,10 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         help="a LoRA adapter as the library peft writes it; requests name it as their model",
     )
-    parser.add_argument(
-        "--max-adapters", type=int, metavar="N", help="adapters that are loaded at once (the number of --adapter)"
-    )
-    parser.add_argument("--max-adapter-rank", type=int, default=16, metavar="N", help="the highest of an adapter (16)")
+    model.add_adapter_sizes(parser, "the number of --adapter")
     parser.add_argument(
         "--adapter-folder", type=Path, metavar="DIR", help="clients may load and unload adapters that are folders of it"
     )
@@ -131,6 +138,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     binding.bind(arguments)
+    if arguments.require_programs and arguments.programs is None:
+        raise CommandError("--require-programs is about --programs DIR; pass both.")
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"serve needs {', '.join(missing)}: {install_line('serve')}.")
@@ -216,7 +225,7 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
     if arguments.mesh is not None and arguments.pooling is not None:
         raise CommandError("--pooling computes vectors on one device; leave out --mesh, or pass --encoder.")
     adapters = _adapters(arguments)
-    planned = model.plan(arguments, adapters[1])
+    planned = model.plan(arguments, adapters[1], None, arguments.programs, arguments.require_programs)
     if planned.tokenizer is None:
         model.say(f"{planned.directory / 'tokenizer.json'} is missing: prompts and answers are token ids only")
     elif planned.tokenizer.template is not None:
@@ -244,22 +253,16 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
 
 def _adapters(arguments: argparse.Namespace) -> tuple[dict[str, Path], AdapterSizes | None]:
     """The adapters to load by name, and the places for them and for others."""
-    from vishwamai.models.adapters import AdapterSizes
-
     adapters: dict[str, Path] = {}
     for text in arguments.adapter:
         name, separator, directory = text.partition("=")
         if not separator or not name or name in adapters:
             raise CommandError(f"--adapter {text!r} is not NAME=DIR with a name of its own.")
         adapters[name] = Path(directory)
-    count = len(adapters) if arguments.max_adapters is None else arguments.max_adapters
-    if count < len(adapters) or arguments.max_adapter_rank < 1:
-        raise CommandError("--max-adapters is less than the adapters of --adapter, or --max-adapter-rank less than 1.")
-    if count == 0 and arguments.adapter_folder is not None:
+    sizes = model.adapter_sizes(arguments, len(adapters))
+    if sizes is None and arguments.adapter_folder is not None:
         raise CommandError("--adapter-folder needs places for adapters; pass --max-adapters.")
-    if count and arguments.mesh is not None:
-        raise CommandError("adapters are served on one device; leave out --mesh.")
-    return adapters, AdapterSizes(count, arguments.max_adapter_rank) if count else None
+    return adapters, sizes
 
 
 def _parsers(arguments: argparse.Namespace) -> tuple[str | None, str | None]:

@@ -43,15 +43,20 @@ def only_for(platform: str | None) -> contextlib.AbstractContextManager[Any]:
 
 def platform_of(arrays: Any) -> str | None:
     """The platform for `only_for` of a program whose arguments are `arrays`; None if they do not say it: none of them
-    is on a device, or one is on another platform than JAX's default.
+    is on a device, or one is on another platform than JAX's default. Shapes may lie on TPUs that libtpu describes.
     """
+    leaves = jax.tree.leaves(arrays)
     platforms = {
         device.platform
-        for x in jax.tree.leaves(arrays)
+        for x in leaves
         if isinstance(x, jax.Array) and not isinstance(x, Tracer)
         for device in x.devices()
     }
-    return local_platform() if platforms == {jax.default_backend()} else None
+    if platforms:
+        return local_platform() if platforms == {jax.default_backend()} else None
+    shardings = {x.sharding for x in leaves if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None}
+    described = {device.platform for sharding in shardings for device in sharding.device_set}
+    return "tpu" if described == {"tpu"} else None
 
 
 def _replan(plan: CallPlan, operands: Any) -> CallPlan:

@@ -20,7 +20,7 @@ from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax._src.xla_bridge import backends_are_initialized
 from jax.core import ShapedArray
-from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxlib import xla_client
 
 
@@ -102,14 +102,16 @@ def serialized(compiled: stages.Compiled) -> tuple[bytes, dict[str, Any]] | None
     `jax.experimental.serialize_executable` writes the same as a pickle.
 
     Returns:
-      None for a program that needs more: several devices, effects, calls of the host, constants of its own.
+      None for a program that needs more: effects, calls of the host, constants of its own.
     """
     parts = getattr(compiled._executable, "_unloaded_executable", None)
     if parts is None or compiled._params.const_args or parts.mut or parts.pgle_profiler:
         return None
     more = (parts.unordered_effects, parts.ordered_effects, parts.host_callbacks, parts.keepalive)
-    shardings = (*parts.input_shardings, *parts.output_shardings)
-    if any(more) or not all(isinstance(sharding, SingleDeviceSharding) for sharding in shardings):
+    if any(more):
+        return None
+    specs = [[_spec(sharding) for sharding in group] for group in (parts.input_shardings, parts.output_shardings)]
+    if _UNKNOWN in (*specs[0], *specs[1]):
         return None
     donated = [i for i, info in enumerate(jax.tree.leaves(compiled.args_info)) if info.donated]
     header = {
@@ -120,32 +122,53 @@ def serialized(compiled: stages.Compiled) -> tuple[bytes, dict[str, Any]] | None
         "output_types": [_named(aval) for aval in parts.output_avals],
         "donated": donated,
     }
-    return parts.backend.serialize_executable(parts.xla_executable), header
+    if len(parts.device_list) > 1:
+        header |= {"input_specs": specs[0], "output_specs": specs[1]}
+    executable = parts.xla_executable
+    if isinstance(executable, xla_client.LoadedExecutable):
+        return parts.backend.serialize_executable(executable), header
+    return executable.serialize(), header  # of devices that are described only
 
 
-def deserialized(executable: bytes, header: dict[str, Any], device: Any, in_tree: Any, out_tree: Any) -> Any:
+_UNKNOWN = ["?"]
+
+
+def _spec(sharding: Any) -> list[Any] | None:
+    """A sharding over a mesh for JSON, None on one device, `_UNKNOWN` of any other kind."""
+    if isinstance(sharding, NamedSharding):
+        return [list(axis) if isinstance(axis, tuple) else axis for axis in sharding.spec]
+    return None if isinstance(sharding, SingleDeviceSharding) else _UNKNOWN
+
+
+def deserialized(executable: bytes, header: dict[str, Any], place: Any, in_tree: Any, out_tree: Any) -> Any:
     """The compiled program of what `serialized` gave.
 
     Args:
       executable: bytes that XLA wrote. They are machine code: their writer decides what the program does.
       header: values that `serialized` gave.
-      device: one of the client that runs the program.
+      place: device of the client that runs the program, or the mesh of a program of several.
       in_tree: structure of its arguments, `((...), {})`.
       out_tree: structure of its outputs.
     """
-    client, devices = device.client, xla_client.DeviceList((device,))
-    inputs, outputs = ([_aval(entry) for entry in header[name]] for name in ("input_types", "output_types"))
+    mesh = place if isinstance(place, Mesh) else None
+    devices = xla_client.DeviceList((place,) if mesh is None else tuple(mesh.devices.flat))
+    client = devices[0].client
+    input_shardings, output_shardings = (
+        [_placed(spec, place) for spec in header.get(f"{name}_specs") or [None] * len(header[f"{name}_types"])]
+        for name in ("input", "output")
+    )
+    inputs = [_aval(*entry) for entry in zip(header["input_types"], input_shardings, strict=True)]
+    outputs = [_aval(*entry) for entry in zip(header["output_types"], output_shardings, strict=True)]
     if len(outputs) != out_tree.num_leaves or len(inputs) != len(header["inputs"]):
         raise ValueError("the header has another number of arrays than the program")
-    sharding = SingleDeviceSharding(device)
     parts = UnloadedMeshExecutable(
         xla_executable=client.deserialize_executable(executable, executable_devices=devices),
         device_list=devices,
         backend=client,
         input_avals=inputs,
-        input_shardings=[sharding] * len(inputs),
+        input_shardings=input_shardings,
         output_avals=outputs,
-        output_shardings=[sharding] * len(outputs),
+        output_shardings=output_shardings,
         committed=bool(header["committed"]),
         name=str(header["name"]),
         unordered_effects=[],
@@ -170,6 +193,16 @@ def _named(aval: Any) -> list[Any]:
     return [list(aval.shape), aval.dtype.name, aval.weak_type]
 
 
-def _aval(entry: Any) -> ShapedArray:
+def _placed(spec: list[Any] | None, place: Any) -> NamedSharding | SingleDeviceSharding:
+    if not isinstance(place, Mesh):
+        return SingleDeviceSharding(place)
+    axes = (tuple(axis) if isinstance(axis, list) else axis for axis in spec or ())
+    return NamedSharding(place, PartitionSpec(*axes))
+
+
+def _aval(entry: Any, sharding: NamedSharding | SingleDeviceSharding) -> ShapedArray:
     shape, dtype, weak_type = entry
-    return ShapedArray(tuple(shape), jax.numpy.dtype(dtype), weak_type=weak_type)
+    more: dict[str, Any] = {}
+    if isinstance(sharding, NamedSharding):  # explicit axes are part of an array's type
+        more = {"sharding": NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)}
+    return ShapedArray(tuple(shape), jax.numpy.dtype(dtype), weak_type=weak_type, **more)

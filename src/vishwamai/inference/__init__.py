@@ -3,7 +3,8 @@
 Names are imported when they are used: a command says what it loads before flax is imported.
 
 Decisions about plain values: `limits`, `pages`, `windows`, `scheduler`, `answers`, `speculative`. On the device:
-`programs` (a few of fixed shapes, compiled ahead), `kept_programs`, `sampling`, `pools`, `steps`, `drafting`, `mesh`.
+`programs` (a few of fixed shapes, compiled ahead), `kept_programs`, `program_sets`, `sampling`, `pools`, `steps`,
+`drafting`, `mesh`.
 One loop: `engine` and `core`. `guided` has grammars, `scoring` the scores of prompts, `server/` the HTTP interface.
 """
 

@@ -22,13 +22,14 @@ from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.optimization import Optimization
 from vishwamai.inference.adapters import Adapters, Matrices
 from vishwamai.inference.answers import Answer, Delta, Finish, joined
+from vishwamai.inference.assembly import assemble, window_rings_of
 from vishwamai.inference.core import EngineCore
 from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.limits import Limits
-from vishwamai.inference.memory import default_states, ring_pages, rings_of
+from vishwamai.inference.memory import default_states
 from vishwamai.inference.pages import PagePool
-from vishwamai.inference.pools import calibration_tokens, kv_dtype_of, make_pools
-from vishwamai.inference.programs import COMPILE, Programs
+from vishwamai.inference.pools import calibration_tokens, kv_dtype_of
+from vishwamai.inference.programs import COMPILE, cached
 from vishwamai.inference.prompts import Prompts
 from vishwamai.inference.requests import Request
 from vishwamai.inference.sampling import Sampling
@@ -67,6 +68,7 @@ class Engine:
       compile: when programs are compiled: "ahead", all before the first request; or "lazy", two steps before it and
         each other one when it is first needed, while the requests of that step wait.
       on_program: called with (how many programs are compiled, of how many, the next one's name).
+      store: callable that compiles the programs or reads them: a `programs.Store`, such as a `program_sets.ProgramSet`.
 
     Raises:
       UnsupportedError: keys and values of that dtype are not served, packed weights are to be split, or the layers of
@@ -103,6 +105,7 @@ class Engine:
         optimization: Optimization | Mapping[str, Any] | None = None,
         compile: str = "ahead",
         on_program: Callable[[int, int, str], None] | None = None,
+        store: Callable[..., Any] = cached,
     ):
         check_instances("Engine", _OPTIONAL, {"limits": limits, "draft": draft, "mesh": mesh, "adapters": adapters})
         self.limits = limits or Limits(max_length=min(4096, model.config.max_positions))
@@ -130,41 +133,30 @@ class Engine:
             num_states = default_count
         elif num_states < 1:
             raise ShapeError(f"Engine: `num_states` is {num_states}; pass at least 1, the states of one sequence.")
-        page_size = self.limits.page_size
         sample = calibration_tokens(model.config.vocab_size, min(256, self.limits.max_length), tokenizer)
-        rings = [{} if decoder is None else rings_of(decoder.config, self.limits) for decoder in (model, draft)]
-        windows = rings[0] | rings[1]  # a window has the same ring in both
-        with self.optimization.kernels():
-            pools, draft_pools = (
-                ()
-                if decoder is None
-                else make_pools(
-                    decoder, page_size, num_pages, kv_dtype, sample, mesh, ring_pages(of, self.limits), num_states
-                )
-                for decoder, of in zip((model, draft), rings)
-            )
         if adapters is not None and mesh is not None:
             raise ShapeError("Engine: adapters are served on one device; leave out `mesh`.")
         self.adapters = None if adapters is None else Adapters(model, adapters, self._change)
-        matrices = None if self.adapters is None else self.adapters.matrices
-        lazy, kernels = compile == "lazy", self.optimization.kernels
-        self.programs = Programs(
+        self.programs = assemble(
             model,
-            self.limits,
-            pools,
-            drafts,
-            on_program,
-            mesh,
             draft,
-            draft_pools,
-            windows,
-            lazy,
-            kernels,
-            adapters,
-            matrices,
+            self.limits,
+            num_pages=num_pages,
+            kv_dtype=kv_dtype,
+            sample=sample,
+            mesh=mesh,
+            num_states=num_states,
+            optimization=self.optimization,
+            adapters=adapters,
+            matrices=None if self.adapters is None else self.adapters.matrices,
+            drafts=drafts,
+            on_program=on_program,
+            lazy=compile == "lazy",
+            store=store,
         )
         self.prompts = Prompts(self.programs.vocab, self.limits, num_pages, tokenizer)
         pool = PagePool(num_pages, prefix_cache)
+        windows = window_rings_of(model, draft, self.limits)
         self.scheduler = Scheduler(self.limits, pool, rotation_switch(model.config), windows, num_states)
         self.core = EngineCore(self.programs, self.scheduler, tokenizer, self.end_tokens)
         self.statistics = self.core.statistics

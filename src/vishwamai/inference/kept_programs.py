@@ -11,7 +11,6 @@ declined. Programs of one CPU device are kept.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -19,7 +18,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from vishwamai.core.config import current_config
 from vishwamai.core.execute import platform_of
 from vishwamai.inference.sampling import Proposals, Sampled
 
-_PACKAGES = ("flax", "jax", "jaxlib", "ml_dtypes", "numpy")
+PACKAGES = ("flax", "jax", "jaxlib", "ml_dtypes", "numpy")
 _VARIABLES = ("JAX_", "VISHWAMAI_", "XLA_")
 """How the names begin that these packages read."""
 
@@ -59,47 +58,65 @@ def compiled(function: Any, arguments: tuple[Any, ...], on_read: Callable[[], No
     recorder = observe.PlanRecorder()
     with observe.watching(recorder):
         lowered = function.lower(*arguments)
-    with _without_cache_of_jax():
-        executable_program = lowered.compile()
+    program = writable(lowered)
     if not any(plan.op.fallbacks(plan.choice("cpu")) for plan in recorder.plans):
-        content = _content(executable_program, arguments)
-        if content is None:
-            return executable_program
         try:
-            caches.private_directory(path.parent)
-            caches.write(path, hashlib.sha256(content).digest() + content)
-            path.chmod(0o600)
+            write_program(path, program, arguments)
         except OSError as error:  # the next start traces it
             caches.warn_once(f"compiled programs are not kept for the next start: {error}")
-    return executable_program
+    return program
 
 
-@contextlib.contextmanager
-def _without_cache_of_jax() -> Iterator[None]:
-    """JAX's compilation cache is off in the block: a program that was read there cannot be written, because jaxlib
-    0.10.2 leaves the functions out that it calls.
+def writable(lowered: Any) -> Any:
+    """The compiled program, without JAX's compilation cache: a program that was read there cannot be written, because
+    jaxlib 0.10.2 leaves the functions out that it calls.
     """
     jax_cache.turn(on=False)
     try:
-        yield
+        return lowered.compile()
     finally:
         jax_cache.turn(on=True)
+
+
+def write_program(path: Path, program: Any, arguments: tuple[Any, ...]) -> bool:
+    """Writes a program that `writable` compiled for these arguments; False where it cannot be written.
+
+    Raises:
+      OSError: the file cannot be written, or others may write its directory.
+    """
+    content = _content(program, arguments)
+    if content is None:
+        return False
+    caches.private_directory(path.parent)
+    caches.write(path, hashlib.sha256(content).digest() + content)
+    path.chmod(0o600)
+    return True
+
+
+def read_program(path: Path, arguments: tuple[Any, ...], place: Any) -> Any:
+    """The program of a file, for its device or its mesh.
+
+    Raises:
+      OSError: there is none, or another user could have written it.
+      Exception: it is damaged, or of another device.
+    """
+    with caches.open_private(path) as file:
+        content = file.read()
+    digest, content = content[:32], content[32:]
+    if hashlib.sha256(content).digest() != digest:
+        raise ValueError("the file is damaged")
+    text, _, executable = zlib.decompress(content).partition(b"\n")
+    header = json.loads(text)
+    in_tree = jax.tree.structure((arguments, {}))
+    out_tree = jax.tree.structure(_tree(header["outputs"], _parts(in_tree)))
+    return jax_private.deserialized(executable, header, place, in_tree, out_tree)
 
 
 def _read(path: Path, arguments: tuple[Any, ...]) -> Any:
     """The program of a file; None where there is none, it is damaged, or another user could have written it."""
     try:
-        with caches.open_private(path) as file:
-            content = file.read()
-        digest, content = content[:32], content[32:]
-        if hashlib.sha256(content).digest() != digest:
-            raise ValueError("the file is damaged")
-        text, _, executable = zlib.decompress(content).partition(b"\n")
-        header = json.loads(text)
-        in_tree = jax.tree.structure((arguments, {}))
-        out_tree = jax.tree.structure(_tree(header["outputs"], _parts(in_tree)))
-        (device,) = _devices(arguments)
-        return jax_private.deserialized(executable, header, device, in_tree, out_tree)
+        (device,) = devices_of(arguments)
+        return read_program(path, arguments, device)
     except FileNotFoundError:
         return None
     except Exception as error:  # what is damaged raises anything
@@ -165,7 +182,7 @@ def _tree(value: Any, parts: list[Any]) -> Any:
 def _path(function: Any, arguments: tuple[Any, ...]) -> Path | None:
     """Where the program is kept; None where it is not to be."""
     root = jax_cache.directory()
-    if not root or "://" in root or platform_of(arguments) != "cpu" or len(_devices(arguments)) != 1:
+    if not root or "://" in root or platform_of(arguments) != "cpu" or len(devices_of(arguments)) != 1:
         return None
     if observe.tokens() or current_config().checks:  # an observer is told what is traced; checks call the host back
         return None
@@ -184,8 +201,8 @@ def identity(function: Any, arguments: tuple[Any, ...]) -> str:
             (current_config(), jax.sharding.get_abstract_mesh(), sorted(jax.config.values.items())),
             sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES)),
             _versions(),
-            _source(),
-            _machine(),
+            source_of_cpu(),
+            machine(),
         )
     )
 
@@ -196,30 +213,36 @@ def _kind(x: Any) -> tuple[Any, ...]:
     return x.shape, x.dtype.name, getattr(x, "weak_type", False), place
 
 
-def _devices(arguments: tuple[Any, ...]) -> set[Any]:
+def devices_of(arguments: tuple[Any, ...]) -> set[Any]:
+    """Those of the arrays."""
     arrays = (x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array))
     return {device for x in arrays for device in x.devices()}
 
 
 @functools.cache
 def _versions() -> tuple[tuple[str, str], ...]:
-    return tuple((name, importlib.metadata.version(name)) for name in _PACKAGES)
+    return tuple((name, importlib.metadata.version(name)) for name in PACKAGES)
 
 
 @functools.cache
-def _source() -> str:
-    """A digest of this package: its Python files and the native module."""
+def source_digest() -> str:
+    """A digest of the Python files of this package."""
     root = Path(vishwamai.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    native = ffi.native().__file__ if ffi.why_not() is None else None
-    digest.update(b"" if native is None else Path(native).read_bytes())
     return digest.hexdigest()
 
 
 @functools.cache
-def _machine() -> tuple[Any, ...]:
+def source_of_cpu() -> tuple[str, str]:
+    """Digests of this package: its Python files and the native module."""
+    native = ffi.native().__file__ if ffi.why_not() is None else None
+    return source_digest(), hashlib.sha256(b"" if native is None else Path(native).read_bytes()).hexdigest()
+
+
+@functools.cache
+def machine() -> tuple[Any, ...]:
     """What XLA compiles for: the processor with its features, and the cores that its threads may use."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""

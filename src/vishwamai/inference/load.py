@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.memory import rings_of
+from vishwamai.inference.programs import Store, cached
 from vishwamai.inference.prompts import Prompts
 from vishwamai.inference.sharding import serving_mesh, serving_rules
 from vishwamai.models.adapters import AdapterSizes
@@ -66,6 +67,9 @@ class Load:
       memory: the bytes that all may take where the caller says so, or None.
       num_states: slots of states, in models whose layers have them.
       states: the bytes of those.
+      target: TPUs that need not be there, for which programs are compiled (`program_sets`), or None for the devices of
+        this machine.
+      store: callable that compiles the programs, or reads them (`programs.Store`).
     """
 
     directory: Path
@@ -90,6 +94,8 @@ class Load:
     adapters: AdapterSizes | None = None
     num_states: int = 0
     states: int = 0
+    target: str | None = None
+    store: Store = cached
 
     @property
     def total(self) -> int:
@@ -116,7 +122,7 @@ class Load:
         if self.memory is not None:
             limit_text = f" of {human(self.memory)} allowed"
         tokens = self.num_pages * self.limits.page_size
-        where = jax.default_backend() + ("" if self.mesh is None else f" split by {self.mesh}")
+        where = (self.target or jax.default_backend()) + ("" if self.mesh is None else f" split by {self.mesh}")
         return (
             f"{self.config.family}, {self.config.num_layers} layers, from {source_file(self.directory)}, in {form}, on "
             f"{where}: {human(self.total)} planned{limit_text}: weights {human(self.weights)}, keys and "
@@ -146,8 +152,7 @@ class Load:
         """
         from vishwamai.inference.engine import Engine
 
-        mesh = None if self.mesh is None else serving_mesh(self.mesh)
-        model = self.decoder(say)
+        mesh, model = self.device_mesh, self.decoder(say)
         draft = None if self.draft is None else self._decoder(self.draft.directory, self.draft.config, mesh, say)
         return Engine(
             model,
@@ -165,7 +170,18 @@ class Load:
             optimization=self.optimization.of_kernels,
             compile=compile,
             on_program=on_program,
+            store=self.store,
         )
+
+    @property
+    def devices(self) -> Sequence[Any]:
+        """The target's devices, or this machine's."""
+        return devices_of_target(self.target)
+
+    @property
+    def device_mesh(self) -> Mesh | None:
+        """Devices that split the model; None for one device."""
+        return None if self.mesh is None else serving_mesh(self.mesh, self.devices)
 
     def decoder(self, say: Callable[[str], None] = lambda text: None) -> Decoder:
         """The weights in the form in which the engine serves them, without its programs and pages.
@@ -173,8 +189,7 @@ class Load:
         Raises:
           ShapeError: as `engine`.
         """
-        mesh = None if self.mesh is None else serving_mesh(self.mesh)
-        return self._decoder(self.directory, self.config, mesh, say)
+        return self._decoder(self.directory, self.config, self.device_mesh, say)
 
     def _decoder(self, directory: Path, config: ModelConfig, mesh: Mesh | None, say: Callable[[str], None]) -> Decoder:
         from vishwamai.models import from_pretrained, pack_weights
@@ -200,9 +215,16 @@ class Load:
         return model
 
 
-def quantizes_head(quantize: str | None, mesh: Any = None) -> bool:
-    """Whether the head becomes int8 once the weights are loaded, when they are packed."""
-    return quantize in ("int8", "int4") and jax.default_backend() == "cpu" and mesh is None
+def devices_of_target(target: str | None) -> Sequence[Any]:
+    """The devices of TPUs that need not be there; None: of this machine."""
+    from vishwamai.aot.compile import libtpu
+
+    return jax.devices() if target is None else libtpu.devices_for(target)
+
+
+def quantizes_head(quantize: str | None) -> bool:
+    """Whether the head becomes int8 once the weights are loaded, when they are packed for one CPU device."""
+    return quantize in ("int8", "int4")
 
 
 def packed_form(quantize: str | None) -> str | Storage | None:

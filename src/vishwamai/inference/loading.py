@@ -15,9 +15,10 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
+from vishwamai.core.target import Target
 from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.limits import Limits
-from vishwamai.inference.load import Draft, Load, form_of_directory, packed_form, quantizes_head
+from vishwamai.inference.load import Draft, Load, devices_of_target, form_of_directory, packed_form, quantizes_head
 from vishwamai.inference.memory import default_states, page_bytes, ring_pages, rings_of, state_bytes, weight_bytes
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.sharding import serving_mesh
@@ -54,6 +55,8 @@ def plan_load(
     keep_packed: bool = False,
     adapters: AdapterSizes | None = None,
     num_states: int | None = None,
+    num_pages: int | None = None,
+    target: str | None = None,
 ) -> Load:
     """What loading a Hugging Face directory takes; reads its headers only.
 
@@ -77,6 +80,10 @@ def plan_load(
       adapters: places for adapters; their bytes count as weights.
       num_states: slots of states, in a model whose layers have them; None: three for each of `max_sequences`, or fewer
         where those take more than a quarter of what the weights leave.
+      num_pages: pages of keys and values; None: as many as fit, and at most those of `max_sequences` sequences at their
+        longest.
+      target: a TPU or a slice of TPUs that need not be there, "v6e:2x2": what a server there would load
+        (`program_sets`).
       optimization: the dict of `vishwamai.performance.explain_optimization`: `use_fp8` and `kv_cache_fp8` set
         `quantize` and `kv_dtype`, `use_pjit` splits over all devices by the axis tensor.
 
@@ -89,10 +96,11 @@ def plan_load(
     keys = Optimization.of(optimization)
     chosen = keys.settings("serving", {"quantize": quantize, "kv_dtype": kv_dtype})
     quantize, kv_dtype = chosen.get("quantize", quantize), chosen.get("kv_dtype", kv_dtype)
+    all_devices, on_cpu = devices_of_target(target), target is None and jax.default_backend() == "cpu"
     if keys.use_pjit is not None:
-        count = 1 if mesh is None else serving_mesh(mesh).size
-        if keys.over(jax.device_count(), count, f"mesh={mesh}"):
-            mesh = f"tensor={jax.device_count()}"
+        count = 1 if mesh is None else serving_mesh(mesh, all_devices).size
+        if keys.over(len(all_devices), count, f"mesh={mesh}"):
+            mesh = f"tensor={len(all_devices)}"
     directory = model_directory(Path(directory), weights=True)
     config, generation = _read(directory), read_generation_config(directory)
     own_length = max_length is None
@@ -113,18 +121,19 @@ def plan_load(
     )
     kv_dtype = kv_dtype or dtype
     stored = kv_dtype_of(kv_dtype)
-    devices = None if mesh is None else serving_mesh(mesh)
-    copies = devices.size if devices is not None and jax.default_backend() == "cpu" else 1
-    itemsize, head = jnp.dtype(dtype).itemsize, quantizes_head(quantize, mesh)
+    devices = None if mesh is None else serving_mesh(mesh, all_devices)
+    copies = devices.size if devices is not None and on_cpu else 1
+    itemsize, head = jnp.dtype(dtype).itemsize, on_cpu and mesh is None and quantizes_head(quantize)
 
     rings = rings_of(config, limits)
 
     def sizes(of: Path, config: ModelConfig, rings: dict[int, int]) -> tuple[int, int, int]:
         """Bytes of the weights, of a page of the layers that share `num_pages`, and of the pools of windows."""
         form = form_of_directory(quantize, of, directory)
-        if jax.default_backend() == "cpu" and devices is None:
+        if on_cpu and devices is None:
             form = packed_form(form)
-        weights = weight_bytes(config, itemsize, quantize=form, int8_head=head, mesh=devices, directory=of)
+        place: dict[str, Any] = {"mesh": devices, "directory": of, "on_cpu": on_cpu}
+        weights = weight_bytes(config, itemsize, quantize=form, int8_head=head, **place)
         none, all_rings = dict.fromkeys(rings, 0), ring_pages(rings, limits)
         page = page_bytes(config, page_size, stored, devices, window_pages=none)
         ring = page_bytes(config, page_size, stored, devices, num_pages=0, window_pages=all_rings)
@@ -143,9 +152,11 @@ def plan_load(
         rows += drafts * max_sequences  # what the guesses were drawn from
     width = config.vocab_size * rows * 4 + limits.max_tokens * (config.hidden_size + config.intermediate_size)
     step = copies * 4 * width
-    available = _available()
-    budget = memory if memory is not None else None if available is None else int(0.9 * available)
-    most = max_sequences * limits.pages_per_sequence
+    available = _available() if target is None else Target.parse_chip(target).hbm_usable_bytes
+    # A chip may have a little less than its kind: a server there has to hold what is planned here.
+    share = 0.9 if target is None else 0.85
+    budget = memory if memory is not None else None if available is None else int(share * available)
+    most = max_sequences * limits.pages_per_sequence if num_pages is None else num_pages
     fixed = weights + step + ring + draft_ring + (0 if draft is None else draft.weights)
     # Kept states get a quarter of what is left, where that is less than their number would take.
     of_sequence, states = copies * state_bytes(config), default_states(config, max_sequences, prefix_cache)
@@ -186,6 +197,7 @@ def plan_load(
         adapters,
         states,
         states * of_sequence,
+        target,
     )
     if pages < limits.pages_per_sequence:
         least = fixed + limits.pages_per_sequence * growing

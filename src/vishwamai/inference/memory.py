@@ -31,6 +31,7 @@ def weight_bytes(
     int8_head: bool = False,
     mesh: Mesh | None = None,
     directory: Path | None = None,
+    on_cpu: bool | None = None,
 ) -> int:
     """Bytes of the parameters on each device, on a CPU without a mesh with the weights packed.
 
@@ -40,6 +41,7 @@ def weight_bytes(
       int8_head: bool, True for a head in int8 (`storage.HEAD`).
       mesh: mesh of the model (`mesh.serving_rules`).
       directory: the checkpoint's directory, whose headers say what `quantize="keep"` holds.
+      on_cpu: bool, True where the devices are CPUs; None: JAX's default backend says it.
 
     Raises:
       ShapeError: as `mesh.serving_rules`, or a mesh axis cuts through blocks that share a scale.
@@ -47,6 +49,7 @@ def weight_bytes(
     """
     from vishwamai.models.storage import HEAD, KEEP, QUANTIZATIONS, Storage, parameter_sharding
 
+    on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
     storage: Callable[[str, Parameter, int | None], Storage | None] | None = None
     if quantize == KEEP:
         from vishwamai.models.checkpoint import storages
@@ -83,22 +86,16 @@ def weight_bytes(
                 lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype), weight, split
             )
             weight = stored.tensor(*jax.tree.leaves(shapes))
-        total += _packed_bytes(weight) if _packs(weight, mesh) else _unpacked_bytes(weight)
+        packs = not on_cpu or (mesh is None and has_kernel(weight.format, weight.block_size))
+        total += _packed_bytes(weight, on_cpu) if packs else _unpacked_bytes(weight)
     return total
 
 
-def _packs(weight: QTensor, mesh: Mesh | None) -> bool:
-    """Whether two 4-bit numbers take a byte: on accelerators, and where weights are packed."""
-    return not _on_cpu() or (mesh is None and has_kernel(weight.format, weight.block_size))
-
-
-def _packed_bytes(weight: QTensor) -> int:
-    """Bytes of a weight as accelerators hold it, or packed for the CPU, where scales are float32."""
-    return weight.nbytes + (weight.scales.size * (4 - weight.scales.dtype.itemsize) if _on_cpu() else 0)
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+def _packed_bytes(weight: QTensor, on_cpu: bool) -> int:
+    """Bytes of a weight as accelerators hold it, two 4-bit numbers to a byte, or packed for the CPU, where scales are
+    float32.
+    """
+    return weight.nbytes + (weight.scales.size * (4 - weight.scales.dtype.itemsize) if on_cpu else 0)
 
 
 def _unpacked_bytes(weight: QTensor) -> int:

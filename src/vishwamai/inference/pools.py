@@ -7,7 +7,7 @@ margin, become the ends of the range. What is larger later is clipped to them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,9 @@ import numpy as np
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.inference import kept_programs
-from vishwamai.inference.sharding import gathered, on_mesh, place_pool
+from vishwamai.inference.sharding import gathered, on_mesh, place_of, place_pool, put
 from vishwamai.models.minilm import sentences
-from vishwamai.models.pages import PagedBatch, QuantizedPages, page_shapes, pages_of, with_pages
+from vishwamai.models.pages import PagedBatch, QuantizedPages, page_shapes, pages_of, scale_heads, with_pages
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -85,9 +85,13 @@ def make_pools(
     sizes: dict[str, Any] = {"page_size": page_size, "stacked": model.stacked}
     counts: dict[str, Any] = {"num_pages": num_pages, "window_pages": window_pages, "num_states": num_states}
     shapes = page_shapes(model.config, dtype=dtype, **counts, **sizes)
-    pools = _empty(model, shapes, mesh)
+    abstract = place_of(model)
+    pools = _empty(model, shapes, mesh) if abstract is None else shapes
     if dtype.itemsize > 1:  # 16 bits and more need no scale
-        return pools
+        return pools if abstract is None else _described(model, pools, mesh, abstract)
+    if abstract is not None:
+        single = page_shapes(model.config, dtype=dtype, num_pages=1, num_states=1, **sizes)
+        return _described(model, map(with_scales, pools, single), mesh, abstract)
     most = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     largest = _largest(model, page_size, tokens, mesh)
     if not all(np.isfinite(array).all() for array in jax.tree.leaves(largest)):
@@ -131,6 +135,20 @@ def zeros(shapes: Sequence[Any]) -> tuple[jax.Array, ...]:
     zeros_of = [jax.device_put(np.zeros((), dtype), may_alias=False) for dtype in dtypes]
     sizes = tuple((shape.shape, dtypes.index(shape.dtype)) for shape in shapes)
     return kept_programs.compiled(jax.jit(partial(_filled, shapes=sizes)), (zeros_of,))(zeros_of)
+
+
+def _described(model: Decoder, pools: Iterable[Any], mesh: Mesh | None, place: Any) -> tuple[Any, ...]:
+    """Shapes of pools, on devices that need not be there."""
+    return tuple(put(pool, place) if mesh is None else place_pool(model.config, pool, mesh) for pool in pools)
+
+
+def with_scales(pool: Any, layers: Any) -> Any:
+    """The shape of a pool of 8 bits with its scales; `layers`: that of one page of each layer."""
+    pages = pages_of(pool)
+    if pages is None:
+        return pool
+    scale: Any = jax.ShapeDtypeStruct((pages_of(layers).shape[0], scale_heads(pages.shape[2:])), jnp.float32)
+    return with_pages(pool, QuantizedPages(pages, scale, scale))
 
 
 def _filled(values: Any, *, shapes: Any) -> tuple[Any, ...]:

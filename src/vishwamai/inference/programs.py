@@ -25,7 +25,7 @@ from vishwamai.inference.drafting import draft_step
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.pools import zeros
 from vishwamai.inference.sampling import Proposals, Rows, Sampled, all_allowed, empty_rows, sample
-from vishwamai.inference.sharding import gathered, on_mesh, replicated
+from vishwamai.inference.sharding import gathered, on_mesh, place_of, put, replicated
 from vishwamai.models import Decoder, PagedBatch
 from vishwamai.models.adapters import AdapterSizes, adapt
 from vishwamai.models.pages import has_states
@@ -47,6 +47,19 @@ COMPILE = ("ahead", "lazy")
 
 Kernels = Callable[[], contextlib.AbstractContextManager[Any]]
 """Puts a configuration of kernels in force, such as `Optimization.kernels`."""
+
+
+Store = Callable[[str, Any, tuple[Any, ...], Callable[[], None], "Mesh | None"], Any]
+"""Gives the compiled program of (its name, the jitted function, the arguments, what is called where it is read, the
+mesh).
+"""
+
+
+def cached(
+    name: str, function: Any, arguments: tuple[Any, ...], on_read: Callable[[], None], mesh: Mesh | None = None
+) -> Any:
+    """The `Store` of each start: the program is compiled, or read where an earlier start kept it."""
+    return kept_programs.compiled(function, arguments, on_read)
 
 
 class Tables(dict[str, Any]):
@@ -129,14 +142,24 @@ class CompiledFunction:
       function: jitted, as `kept_programs.compiled` takes it.
       mesh: mesh of the traced program.
       kernels: the configuration of kernels for which it is traced.
-      told: called with the name before it is compiled.
+      report: called with the name before it is compiled.
+      store: callable that compiles it, or reads it.
 
     Attributes:
-      from_cache: it was read from the directory of compiled programs.
+      from_cache: it was read, not compiled.
     """
 
-    def __init__(self, name: str, function: Any, mesh: Mesh | None, kernels: Kernels, report: Callable[[str], None]):
+    def __init__(
+        self,
+        name: str,
+        function: Any,
+        mesh: Mesh | None,
+        kernels: Kernels,
+        report: Callable[[str], None],
+        store: Store = cached,
+    ):
         self.name, self._function, self._mesh, self._kernels, self._report = name, function, mesh, kernels, report
+        self._store = store
         self._compiled: Any = None
         self._platform: str | None = None
         self.from_cache = False
@@ -150,7 +173,7 @@ class CompiledFunction:
                 self._function.lower(*arguments).compile()
                 self._compiled = self._jitted
             else:
-                self._compiled = kept_programs.compiled(self._function, arguments, self._read)
+                self._compiled = self._store(self.name, self._function, arguments, self._read, self._mesh)
         return self._compiled
 
     def __call__(self, *arguments: Any) -> Any:
@@ -198,11 +221,12 @@ class Programs:
       lazy: compile the programs of one sequence's token and of prompts only; each other one when a step first needs it.
       kernels: the configuration of kernels for which programs are traced.
       sizes: places of adapters, or None for none.
+      store: callable that compiles each program, or reads it.
 
     Attributes:
       matrices: the pairs of `adapters.Adapters`, for the next steps.
       compiled, total: programs that are compiled, and all that may be.
-      from_cache: number of them that an earlier start compiled, on the CPU.
+      from_cache: number of them that were read, not compiled.
     """
 
     def __init__(
@@ -220,6 +244,7 @@ class Programs:
         kernels: Kernels = contextlib.nullcontext,
         sizes: AdapterSizes | None = None,
         matrices: Any = None,
+        store: Store = cached,
     ):
         self.sizes, self.matrices = sizes, matrices
         self.model, self.limits, self.draft, self.drafts, self.windows = model, limits, draft, drafts, tuple(windows)
@@ -229,11 +254,17 @@ class Programs:
         self.draft_pages: Any = draft_pages
         # One column more than tokens: the draw after the last guess may fall there.
         history = jax.ShapeDtypeStruct((limits.max_sequences, limits.max_length + drafts + 1), jnp.int32)
-        self.history: Any = replicated(zeros([history])[0], mesh)
         rows = sorted({shape.rows for shape in self.shapes})
-        self._all_allowed = {
-            n: replicated(jax.device_put(all_allowed(n, self.vocab), may_alias=False), mesh) for n in rows
-        }
+        masks: dict[int, Any] = {n: all_allowed(n, self.vocab) for n in rows}
+        place = place_of(model)
+        if place is None:
+            self.history: Any = replicated(zeros([history])[0], mesh)
+            self._all_allowed = {
+                n: replicated(jax.device_put(mask, may_alias=False), mesh) for n, mask in masks.items()
+            }
+        else:
+            described = history, {n: jax.ShapeDtypeStruct(mask.shape, mask.dtype) for n, mask in masks.items()}
+            self.history, self._all_allowed = put(described, place) if mesh is None else replicated(described, mesh)
         drafting = () if draft is None else checking_shapes(limits, drafts)
         single = sorted({shape.rows for shape in self.shapes if shape not in drafting})
         self.total, self.compiled = len(self.shapes) + len(single) + 2 * len(drafting) + 1, 0
@@ -248,7 +279,8 @@ class Programs:
         def program(
             name: str, early: bool, function: Callable[..., Any], donated: int | tuple[int, ...], *arguments: Any
         ) -> CompiledFunction:
-            compiled_program = CompiledFunction(name, jax.jit(function, donate_argnums=donated), mesh, kernels, report)
+            jitted = jax.jit(function, donate_argnums=donated)
+            compiled_program = CompiledFunction(name, jitted, mesh, kernels, report, store)
             if early or not lazy:
                 compiled_program.compile(*arguments)
                 self.from_cache += compiled_program.from_cache
@@ -287,7 +319,7 @@ class Programs:
     @property
     def summary(self) -> str:
         """How many programs there are, and where they come from."""
-        read = f", {self.from_cache} of them from the cache" if self.from_cache else ""
+        read = f", {self.from_cache} of them compiled earlier" if self.from_cache else ""
         return f"{self.compiled} programs{read}"
 
     @property

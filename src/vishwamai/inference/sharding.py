@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 TENSOR, EXPERT = "tensor", "expert"
 
 
-def serving_mesh(axes: str | Mapping[str, int]) -> Mesh:
+def serving_mesh(axes: str | Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of the first devices, as many as `axes` name, for `Engine`.
 
     Args:
       axes: "tensor=2", "expert=4,tensor=2", or the sizes by name; as `vishwamai.parallel.make_mesh`.
+      devices: sequence from which the mesh takes the first ones; None: `jax.devices()`.
 
     Raises:
       ShapeError: `axes` cannot be read.
@@ -45,7 +46,7 @@ def serving_mesh(axes: str | Mapping[str, int]) -> Mesh:
     """
     from vishwamai.parallel.mesh import axis_sizes, make_mesh
 
-    sizes, devices = axis_sizes(axes), jax.devices()
+    sizes, devices = axis_sizes(axes), list(jax.devices() if devices is None else devices)
     count = math.prod(sizes.values())
     if count > len(devices):
         fix = f"; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={count} makes them"
@@ -159,9 +160,27 @@ def place_pool(config: ModelConfig, pool: Any, mesh: Mesh | None) -> Any:
     sharding = pool_sharding(config, mesh)
     if isinstance(pool, QuantizedPages):
         scales = NamedSharding(mesh, PartitionSpec(None, sharding.spec[2]))
-        k_scale, v_scale = (jax.device_put(scale, scales) for scale in (pool.k_scale, pool.v_scale))
+        k_scale, v_scale = (put(scale, scales) for scale in (pool.k_scale, pool.v_scale))
         return QuantizedPages(place_pool(config, pool.pool, mesh), k_scale, v_scale)
-    return jax.device_put(pool, sharding)
+    return put(pool, sharding)
+
+
+def put(tree: Any, sharding: Any) -> Any:
+    """Arrays with a sharding; a shape stays one."""
+    return jax.tree.map(
+        lambda x: x.update(sharding=sharding) if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, sharding),
+        tree,
+    )
+
+
+def place_of(model: Decoder) -> Any | None:
+    """Where the shapes of a decoder lie that has no arrays (`models.shapes`): a sharding of one device, or the mesh of
+    several; None of a decoder with arrays.
+    """
+    first = jax.tree.leaves(model)[0]
+    if not isinstance(first, jax.ShapeDtypeStruct):
+        return None
+    return first.sharding.mesh if isinstance(first.sharding, NamedSharding) else first.sharding
 
 
 def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
@@ -174,7 +193,7 @@ def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
 
 def replicated(tree: Any, mesh: Mesh | None) -> Any:
     """Arrays whole on each device of the mesh."""
-    return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    return tree if mesh is None else put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
 def gathered(x: Any, mesh: Mesh | None) -> Any:

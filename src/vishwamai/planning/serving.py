@@ -17,19 +17,11 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.optimization import Optimization
 from vishwamai.core.qtensor import bits
 from vishwamai.core.types import PyTree
-from vishwamai.inference.pools import kv_dtype_of
+from vishwamai.inference.pools import kv_dtype_of, with_scales
 from vishwamai.inference.sampling import Sampling, all_allowed, empty_rows, sample, set_row
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes
 from vishwamai.models.checkpoint import quantized
-from vishwamai.models.pages import (
-    QuantizedPages,
-    has_states,
-    pages_of,
-    ring_table,
-    scale_heads,
-    window_rings,
-    with_pages,
-)
+from vishwamai.models.pages import has_states, pages_of, ring_table, window_rings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +81,7 @@ class Serving:
         dtype = kv_dtype_of(self.kv_dtype)
         shapes = functools.partial(page_shapes, self.config, page_size=self.page_size, dtype=dtype, stacked=False)
         pools = shapes(num_pages=count, window_pages=rings, num_states=self.batch_size)
-        if dtype.itemsize > 1:
-            return pools
-
-        def scaled(pool: Any, layers: Any) -> Any:
-            pages = pages_of(pool)
-            if pages is None:
-                return pool
-            heads = scale_heads(pages.shape[2:])
-            scale: Any = jax.ShapeDtypeStruct((pages_of(layers).shape[0], heads), jnp.float32)
-            return with_pages(pool, QuantizedPages(pages, scale, scale))
-
-        return tuple(map(scaled, pools, shapes(num_pages=1, num_states=1)))
+        return pools if dtype.itemsize > 1 else tuple(map(with_scales, pools, shapes(num_pages=1, num_states=1)))
 
     @property
     def rings(self) -> dict[int, int]:

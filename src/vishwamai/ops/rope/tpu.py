@@ -44,6 +44,8 @@ _TRANSFER = 0.8e-6
 """Seconds of a core's share of the bandwidth that the smallest transfer takes, for the same reason: the newer chips
 move more in their latency.
 """
+_TABLE_ROWS = 8
+"""Rows of the tables that make a tile."""
 _CHUNK_BYTES = 32 << 10
 """Of float32 features that are turned together: eight registers."""
 
@@ -58,8 +60,10 @@ class RopeConfig(VmemTiles):
       vmem_bytes: bytes of VMEM that a step plans to use.
     """
 
-    # Eight rows of the tables make a tile, of which "bshd" may turn fewer at a time.
-    block_positions: int = size("positions", block_size=lambda tiles, n: round_up(n, max(8, tiles.chunk_positions)))
+    # A tile of the tables, of which "bshd" may turn fewer rows at a time.
+    block_positions: int = size(
+        "positions", block_size=lambda tiles, n: round_up(n, max(_TABLE_ROWS, tiles.chunk_positions))
+    )
     chunk_positions: int = size("positions")
     vmem_bytes: int = 0
 
@@ -118,10 +122,11 @@ def why_not(spec: RopeSpec, target: Target) -> str | None:
         return f"the tables are {spec.operands.cos.dtype.name}, and the TPU's vector unit computes in float32."
     if any(x is not None and x.size == 0 for x in spec.operands):
         return "an array is empty."
-    need = _block_bytes(spec, _chunk(spec))
+    rows = max(_TABLE_ROWS, _chunk(spec))
+    need = _block_bytes(spec, rows)
     if need > vmem_budget(target):
         return (
-            f"{_chunk(spec)} positions of all heads take {need:,} bytes of VMEM, more than the {vmem_budget(target):,} "
+            f"{rows} positions of all heads take {need:,} bytes of VMEM, more than the {vmem_budget(target):,} "
             "there are to plan with."
         )
     return None
@@ -142,7 +147,7 @@ def heuristic(spec: RopeSpec, target: Target) -> RopeConfig:
     transfer = min(max(transfer, smallest), LARGEST_TRANSFER)
     by_memory = vmem_budget(target) * chunk // _block_bytes(spec, chunk)
     count = max(1, min(transfer // position_bytes, by_memory, round_up(spec.positions, chunk)) // chunk)
-    rows = chunk << (count.bit_length() - 1)
+    rows = max(_TABLE_ROWS, chunk << (count.bit_length() - 1))
     return RopeConfig(rows, chunk, _block_bytes(spec, rows))
 
 
