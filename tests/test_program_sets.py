@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from models_peer import Peer
 from vishwamai.cli import main, model, serve
 from vishwamai.core import caches, jax_private
-from vishwamai.core.errors import CacheWarning, DeviceError
+from vishwamai.core.errors import CacheWarning, DeviceError, ShapeError
 from vishwamai.inference import Sampling, kept_programs, plan_load
 from vishwamai.inference.pools import make_pools
 from vishwamai.inference.program_sets import FILE, ProgramSet, fingerprint, write_set
@@ -83,6 +83,8 @@ def test_sizes_that_options_leave_open_are_those_of_the_set(checkpoint, tmp_path
     assert compiled.sizes == {"num_pages": 40, "max_length": 256, "num_states": None, "mesh": None}
     load = plan_load(checkpoint, max_sequences=2, max_tokens=8, page_size=8, **compiled.sizes)
     assert compiled.differences(load) == [] and load.num_pages == 40
+    with pytest.raises(ShapeError, match="num_pages is 31; pass at least 32"):
+        plan_load(checkpoint, max_length=256, page_size=8, num_pages=31)
     (text,) = compiled.differences(dataclasses.replace(load, num_pages=39))
     assert text == "num_pages is 39 here and 40 in the programs (see --memory)"
 

@@ -119,6 +119,8 @@ def plan_load(
         mixed_tokens=mixed_tokens,
         token_seconds=token_seconds,
     )
+    if num_pages is not None and num_pages < limits.pages_per_sequence:
+        raise ShapeError(f"num_pages is {num_pages}; pass at least {limits.pages_per_sequence}, those of one sequence.")
     kv_dtype = kv_dtype or dtype
     stored = kv_dtype_of(kv_dtype)
     devices = None if mesh is None else serving_mesh(mesh, all_devices)
