@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 
 import vishwamai
 from vishwamai.aot.compile import libtpu
-from vishwamai.aot.compile.program import in_words, tracing_for
+from vishwamai.aot.compile.compiled import in_words, tracing_for
 from vishwamai.core import caches
 from vishwamai.core.config import current_config
 from vishwamai.core.errors import DeviceError
