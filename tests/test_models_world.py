@@ -95,6 +95,21 @@ QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_head
 QWEN_VISION |= {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 24}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}}
+STEP: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_sliding_attention_heads": 6,
+    "head_dim": 24,
+    "sliding_window": 9,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "share_expert_dim": 48,
+    "moe_router_scaling_factor": 1.7,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+    "rope_theta": [500.0, 10000.0, 10000.0, 500.0],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+}
 WRAPPED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", "gemma3_text", VISION, {"head_dim": 24, "sliding_window": 8, "query_pre_attn_scalar": 24}),
     "llava": ("Llava", "mistral", {**VISION, "model_type": "clip_vision_model"}, {"sliding_window": 9}),
@@ -108,6 +123,7 @@ WRAPPED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3_vl": ("Qwen3VL", "qwen3_vl_text", QWEN_VISION, {"head_dim": 24}),
     "qwen3_vl_moe": ("Qwen3VLMoe", "qwen3_vl_moe_text", QWEN_VISION, MIXTURE),
+    "step3p7": ("Step3p7", "step3p5", {**VISION, "image_size": 56}, STEP),
 }
 
 
@@ -135,6 +151,10 @@ def test_the_text_part_of_a_vision_model_loads(name: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(
         model.logits(model(jnp.asarray(tokens))), expected, rtol=0, atol=1e-4 * np.abs(expected).max()
     )
+    if name == "step3p7":  # whose layers with a window have more heads
+        prompts = [tokens[0, :23].tolist(), tokens[0, 23:].tolist()]
+        answers = [models_peer.peer_greedy(peer, prompt, 12) for prompt in prompts]
+        assert models_peer.greedy(model, prompts, 12) == answers
     if name in ("qwen2_vl", "qwen2_5_vl"):  # published flat
         inner = json.loads((tmp_path / "config.json").read_text())["text_config"]
         flat = {**inner, "model_type": name, "vision_config": vision, "image_token_id": 5}
@@ -142,6 +162,33 @@ def test_the_text_part_of_a_vision_model_loads(name: str, tmp_path: Path) -> Non
         assert read_config(tmp_path) == model.config
     save_pretrained(model, tmp_path / "text")
     assert read_config(tmp_path / "text") == model.config
+
+
+def test_older_keys_of_step_mean_what_transformers_reads(tmp_path: Path) -> None:
+    import transformers
+
+    types = STEP["layer_types"]
+    older = {
+        **{key: value for key, value in STEP.items() if key not in ("mlp_layer_types", "num_sliding_attention_heads")},
+        "num_nextn_predict_layers": 2,
+        "layer_types": [*types, "full_attention", "full_attention"],
+        "rope_theta": [*STEP["rope_theta"], 1.0, 1.0],
+        "partial_rotary_factors": [*STEP["partial_rotary_factors"], 1.0, 1.0],
+        "moe_layers_enum": "1,3,4",
+        "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 6},
+        "swiglu_limits": [0.0] * 6,
+    }
+    values = {**SIZES, "model_type": "step3p5", **older}
+    peer = transformers.Step3p7TextConfig(**{**SIZES, **older}).to_dict()
+    config = ModelConfig.from_dict(values)
+    assert config == ModelConfig.from_dict(peer) == ModelConfig.from_dict({**SIZES, "model_type": "step3p5", **STEP})
+    for wrong, key in (
+        ({"swiglu_limits": [0.0, 7.0, 0.0, 0.0]}, "swiglu_limits"),
+        ({"num_sliding_attention_heads": 5}, "num_sliding_attention_heads"),
+        ({"per_layer_config": {"0": {"num_attention_heads": 6}}}, "per_layer_config"),
+    ):
+        with pytest.raises((ShapeError, UnsupportedError), match=f"`{key}` is"):
+            ModelConfig.from_dict({**values, **wrong})
 
 
 def test_quantized_forms_that_are_not_read_are_declined_by_name(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ class ModelConfig:
       value_dim: features of a head's value; None for `head_dim`.
       key_scale, value_scale: factors of keys and values.
       attention_gate: attention's output is multiplied by the sigmoid of a product of the layer's input (AFMoE).
+      head_gate: the same with one number for each head (Step 3.5).
       value_norm: values are normalized by head, without a scale (Gemma 4).
       layer_scale: the stream after each layer is multiplied by a number that is not trained (Gemma 4).
       output_gate: attention's output is multiplied by the sigmoid of a gate, which the product of queries makes too.
@@ -156,6 +157,7 @@ class ModelConfig:
     key_scale: float = 1.0
     value_scale: float = 1.0
     attention_gate: bool = False
+    head_gate: bool = False
     rope_interleaved: bool = False
     tie_embeddings: bool = False
     initializer_range: float = 0.02

@@ -24,6 +24,7 @@ WRAPPERS: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "step3p7": "step3p5",
 }
 """The `model_type` of `text_config` where it has none, by the `model_type` around it."""
 
@@ -38,7 +39,7 @@ RENAMED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Families that are another one under a name of their own, with keys whose defaults differ."""
 
-_FLAT = ("qwen2_5_vl", "qwen2_vl")
+_FLAT = ("qwen2_5_vl", "qwen2_vl", "step3p7")
 """Those whose published files have the keys of the decoder next to these:"""
 _AROUND = ("model_type", "text_config", "vision_config", "image_token_id", "video_token_id", "vision_token_id")
 _AROUND += ("vision_start_token_id", "vision_end_token_id")

@@ -22,6 +22,7 @@ from vishwamai.models.families.minimax import MINIMAX
 from vishwamai.models.families.position import POSITION
 from vishwamai.models.families.selective import SELECTIVE
 from vishwamai.models.families.sparse import SPARSE
+from vishwamai.models.families.step import STEP
 from vishwamai.models.families.ungated import UNGATED
 from vishwamai.models.families.zamba2 import ZAMBA2
 
@@ -45,6 +46,7 @@ FAMILIES: Mapping[str, Family] = {
     **MINIMAX,
     **ZAMBA2,
     **BAICHUAN,
+    **STEP,
 }
 
 __all__ = ["FAMILIES", "IDLE", "IGNORED", "Family"]

@@ -27,13 +27,14 @@ class Attention(Mixer):
     """Attention of queries in heads over keys and values in as many heads or fewer.
 
     Attributes:
-      num_kv_heads, head_dim: sizes of layers of this type; None for those of the model.
+      num_heads, num_kv_heads, head_dim: sizes of layers of this type; None for those of the model.
       shared_value: values are the product that makes the keys, before their norm.
       sinks: each head has a logit that enters the denominator only; None as the model has it.
       sharing: "writes" where later layers of its type attend to its keys and values, "reads" in those layers, which
         make none (Gemma 3n, Gemma 4); None for keys and values of its own alone.
     """
 
+    num_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
     shared_value: bool = False
@@ -54,17 +55,18 @@ class Attention(Mixer):
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         hidden, (kv_heads, dim), value_dim = config.hidden_size, self.sizes(config), self.value_dim(config)
-        widths = {"query": (config.num_heads * dim, "heads")}
+        widths = {"query": (self.heads(config) * dim, "heads")}
         if self.sharing != "reads":
             widths["key"] = kv_heads * dim, "kv_heads"
         if self.sharing != "reads" and not self.shared_value:
             widths["value"] = kv_heads * value_dim, "kv_heads"
         if config.output_gate:
-            widths["query"] = (2 * config.num_heads * dim, "heads")
+            widths["query"] = (2 * self.heads(config) * dim, "heads")
         table = {name: matrix(hidden, width, ("embed", axis)) for name, (width, axis) in widths.items()}
-        table["output"] = matrix(config.num_heads * value_dim, hidden, ("heads", "embed"))
-        if config.attention_gate:
-            table["attention_gate"] = matrix(hidden, config.num_heads * value_dim, ("embed", "heads"))
+        table["output"] = matrix(self.heads(config) * value_dim, hidden, ("heads", "embed"))
+        if config.attention_gate or config.head_gate:
+            width = self.heads(config) * (1 if config.head_gate else value_dim)
+            table["attention_gate"] = matrix(hidden, width, ("embed", "heads"))
         if config.attention_bias:
             table |= {f"{name}_bias": Parameter((width,), (axis,), "zeros") for name, (width, axis) in widths.items()}
         if config.attention_bias if config.output_bias is None else config.output_bias:
@@ -72,14 +74,14 @@ class Attention(Mixer):
         normalized = [name for name in ("query", "key") if name in widths]
         if config.qk_norm == "heads":
             for name in normalized:
-                heads = kv_heads if name == "key" else config.num_heads
+                heads = kv_heads if name == "key" else self.heads(config)
                 table[f"{name}_norm"] = Parameter((heads, dim), (widths[name][1], None), "ones")
         elif config.qk_norm not in (None, "turning"):
             for name in normalized:
-                heads = 1 if config.qk_norm != "all" else kv_heads if name == "key" else config.num_heads
+                heads = 1 if config.qk_norm != "all" else kv_heads if name == "key" else self.heads(config)
                 table[f"{name}_norm"] = norm_parameter(config, heads * dim)
         if config.sinks if self.sinks is None else self.sinks:
-            table["sinks"] = Parameter((config.num_heads,), ("heads",))
+            table["sinks"] = Parameter((self.heads(config),), ("heads",))
         return table
 
     def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
@@ -120,20 +122,23 @@ class Attention(Mixer):
         return tuple(f"{PREFIX}self_attn.{name}." for name in names)
 
     def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
-        return {"heads": ("query heads", config.num_heads), "kv_heads": ("kv heads", self.sizes(config)[0])}
+        return {"heads": ("query heads", self.heads(config)), "kv_heads": ("kv heads", self.sizes(config)[0])}
 
     def mixing_flops(self, config: ModelConfig, length: int) -> float:
         length = length if self.window is None else min(length, self.window)
-        return 2.0 * config.num_heads * (self.sizes(config)[1] + self.value_dim(config)) * length
+        return 2.0 * self.heads(config) * (self.sizes(config)[1] + self.value_dim(config)) * length
 
     def ring_features(self, config: ModelConfig) -> int:
         kv_heads, dim = self.sizes(config)
         return kv_heads * (dim + self.value_dim(config))
 
     def part(self, devices: int) -> Self:
-        if self.num_kv_heads is None:
-            return self
-        return dataclasses.replace(self, num_kv_heads=max(self.num_kv_heads // devices, 1))
+        sizes = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        return dataclasses.replace(self, **{key: max(size // devices, 1) for key, size in sizes.items() if size})
+
+    def heads(self, config: ModelConfig) -> int:
+        """Heads of queries."""
+        return self.num_heads or config.num_heads
 
     def sizes(self, config: ModelConfig) -> tuple[int, int]:
         """Heads of keys, and features of a head."""
@@ -186,9 +191,9 @@ class Attention(Mixer):
             heads["value"] = vishwamai.rms_norm(heads["value"], None, eps=config.norm_eps)
         if "value" in heads:
             heads["value"] = times(heads["value"], config.value_scale)
-        if config.attention_gate:
+        if config.attention_gate or config.head_gate:
             gate = linear(x, arrays["attention_gate"])
-            gate = gate.reshape(*x.shape[:-1], -1, self.value_dim(config))
+            gate = gate.reshape(*x.shape[:-1], -1, 1 if config.head_gate else self.value_dim(config))
         return heads["query"], heads.get("key"), heads.get("value"), gate
 
     def _rotated(self, config: ModelConfig, arrays: Arrays, query: Any, key: Any, *positions: Any) -> tuple[Any, Any]:
