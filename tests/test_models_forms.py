@@ -48,12 +48,20 @@ OLDER = (
     *("arcee", "apertus", "starcoder2", "cohere", "cohere2", "nemotron", "stablelm", "gpt_neox"),
     *("hunyuan_v1_dense", "hunyuan_v1_moe", "exaone_moe", "olmo", "ernie4_5_moe"),
 )
+FIRST = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gemma2", "gemma3_text", "gemma4_text", "phi3"),
+    *("mixtral", "gpt_oss", "granite", "olmo2", "smollm3", "minimax_m2"),
+)
+FIRST_MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "dots1")
+"""Those whose experts peft adapts too, which is declined by name."""
 ADAPTED = (
+    *(*FIRST, "cohere2"),
     *(*SMALL_GEMMA, "phimoe", "hyperclovax", "granitemoeshared"),
     *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "mistral4", "gpt2", "bloom", "falcon", "gpt_neox"),
     "falcon_h1",
 )
 DEVICES = (
+    *(*FIRST, *FIRST_MIXTURES, "ernie4_5_moe"),
     *(*SMALL_GEMMA, "phimoe", "exaone", "hyperclovax", "cwm", "granitemoeshared", "flex_olmo"),
     *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "mistral4", "afmoe", "minicpm3", "bloom", "falcon"),
     *("falcon, one head of keys", "falcon, in turn", "gpt2", "gpt_bigcode", "gpt_bigcode, all heads", "gptj", "opt"),
@@ -61,6 +69,7 @@ DEVICES = (
     *("falcon_h1", "jamba", "glm_moe_dsa", "zamba2", "zamba2, groups of heads"),
 )
 ROUNDED = (
+    *(*FIRST, *FIRST_MIXTURES, "cohere2", "ernie4_5_moe"),
     *(*SMALL_GEMMA, "phimoe", "exaone", "hyperclovax", "granitemoeshared"),
     *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "gpt2", "bloom", "falcon_h1", "falcon_mamba", "zamba2"),
 )
@@ -75,7 +84,7 @@ def assert_close(logits: np.ndarray, expected: np.ndarray, share: float) -> None
 
 
 @pytest.mark.turns(12)
-@pytest.mark.parametrize("name", NEW + OLDER + STATES)
+@pytest.mark.parametrize("name", NEW + OLDER + STATES + FIRST + FIRST_MIXTURES)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     import torch
 
