@@ -300,12 +300,12 @@ def propose(logits: Array, rows: Rows, history: Array, allowed: Array) -> Propos
 
     def proposed(logits: Array, rows: Rows, allowed: Array) -> Proposals:
         changed = _changed(logits, rows, history, allowed)
-        shaped = lax.cond(jnp.any(rows.temperature > 0), lambda x: shaped(x, rows), lambda x: x, changed)
+        scores = lax.cond(jnp.any(rows.temperature > 0), lambda x: shaped(x, rows), lambda x: x, changed)
 
         def draw(_: Array) -> Array:
-            return argmax(shaped + _noise(rows, shaped.shape[1]))
+            return argmax(scores + _noise(rows, scores.shape[1]))
 
-        return Proposals(_chosen(changed, rows, draw), shaped)
+        return Proposals(_chosen(changed, rows, draw), scores)
 
     return _by_row(proposed, logits.astype(jnp.float32), rows, allowed)
 
