@@ -234,7 +234,7 @@ def _label(by_place: list[str], place: int | str) -> str:
 def _own(function: Callable[..., Any]) -> int:
     """How many positional arguments are the function's own: those of a function that it only calls are that one's."""
     parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL and p.annotation == "Any" for p in parameters):
+    if any(p.kind is p.VAR_POSITIONAL and p.annotation in ("Any", "AnyArray", "PyTree", "object") for p in parameters):
         return len(_by_place(function))
     return sys.maxsize
 

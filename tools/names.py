@@ -1,5 +1,6 @@
 """Holds the code to names of the field: none of the pronouns and participles under "## Names" of CONTRIBUTING.md names
-a function, parameter, variable or attribute, and no entry of `Args:` or `Attributes:` begins with a preposition.
+a function, parameter, variable or attribute, no entry of `Args:` or `Attributes:` begins with a preposition, and types
+are stated: `Any` is counted.
 
 `ceilings.toml` beside this file states how many of each a package still has; a number there may only fall. Exit status
 1 when a package has more; each error names the places.
@@ -20,6 +21,15 @@ PREPOSITIONS = (
     "of as in on at to for with by from where whether what those that after before without under over next".split()
 )
 ENTRY = re.compile(rf"\s{{2,}}[\w`*, ]+: ({'|'.join(PREPOSITIONS)})\b")
+
+
+SHOWN = 40
+"""Places that an error names at most."""
+FIXES = {
+    "names": "a noun of the field",
+    "entries": "a noun first, then its type, shape or unit",
+    "Any": "a type (`vishwamai.core.types` has those of arrays, trees and references)",
+}
 
 
 def declined(contributing: str) -> frozenset[str]:
@@ -60,6 +70,15 @@ def entries(tree: ast.AST) -> Iterator[tuple[int, str]]:
                         yield number, line.strip()
 
 
+def untyped(tree: ast.AST) -> Iterator[int]:
+    """Lines that use `Any`, once for each use.
+
+    >>> list(untyped(ast.parse("def f(x: Any, y: dict[str, Any]) -> int: ...")))
+    [1, 1]
+    """
+    return (node.lineno for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "Any")
+
+
 def node_line(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """The line where a node's docstring begins."""
     return node.body[0].lineno if node.body else 1
@@ -78,17 +97,18 @@ def complaints(root: Path) -> Iterator[str]:
     names = declined((root / "CONTRIBUTING.md").read_text())
     ceilings = tomllib.loads((root / "tools/ceilings.toml").read_text())
     for package, files in packages(root):
-        places: dict[str, list[str]] = {"names": [], "entries": []}
+        places: dict[str, list[str]] = {"names": [], "entries": [], "Any": []}
         for path in files:
             tree = ast.parse(path.read_text())
             where = path.relative_to(root)
             places["names"] += [f"{where}:{n}: `{name}`" for n, name in bound(tree) if name.strip("_") in names]
             places["entries"] += [f"{where}:{n}: {text}" for n, text in entries(tree)]
-        for kind, fix in (("names", "a noun of the field"), ("entries", "a noun first, then its type, shape or unit")):
+            places["Any"] += [f"{where}:{n}" for n in untyped(tree)]
+        for kind, fix in FIXES.items():
             ceiling = ceilings[kind].get(package, 0)
             if len(places[kind]) > ceiling:
                 yield f"{package}: {len(places[kind])} declined {kind}, {ceiling} allowed; write {fix}:"
-                yield from (f"  {place}" for place in places[kind])
+                yield from (f"  {place}" for place in places[kind][:SHOWN])
 
 
 def main() -> int:

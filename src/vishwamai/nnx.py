@@ -20,6 +20,7 @@ from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.precision import precision_of
 from vishwamai.core.spec import as_jax_dtype
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention import flash_attention
 from vishwamai.ops.matmul import gemm
 from vishwamai.ops.norm import layer_norm, rms_norm
@@ -269,7 +270,7 @@ def _check_last_axis(norm: Any) -> None:
         )
 
 
-def _check_no_mask(norm: Any, mask: Any) -> None:
+def _check_no_mask(norm: Any, mask: AnyArray) -> None:
     if mask is not None:
         raise UnsupportedError(
             f"{type(norm).__name__}: `mask` is given, but every feature is normalized; leave it out, or use "
@@ -277,7 +278,7 @@ def _check_no_mask(norm: Any, mask: Any) -> None:
         )
 
 
-def _one_dtype(name: str, query: Any, key: Any, value: Any, dtype: Any, promote: Callable[..., Any] | None) -> Any:
+def _one_dtype(name: str, query: AnyArray, key: Any, value: Any, dtype: Any, promote: Callable[..., Any] | None) -> Any:
     """Query, key and value in one dtype."""
     if dtype is not None:
         dtype = as_jax_dtype(name, "dtype", dtype)

@@ -93,7 +93,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[str, BenchSettings]:
     return selection, dataclasses.replace(settings, gradients_per_op=None) if arguments.gradients else settings
 
 
-def _earlier(arguments: argparse.Namespace, selection: str, versions: Any, cpu: str) -> Earlier | None:
+def _earlier(arguments: argparse.Namespace, selection: str, versions: object, cpu: str) -> Earlier | None:
     """The run to go on with.
 
     Raises:

@@ -201,7 +201,7 @@ def _is_dynamic(value: Any) -> bool:
     return any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value))
 
 
-def _bind(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
+def _bind(name: str, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> BoundCall:
     """Binds what is not an array into the function, unless it is jitted: then its own `static_argnames` decide."""
     if hasattr(function, "lower"):
         return BoundCall(name, function, args, kwargs)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from vishwamai.core.types import PyTree
+
 ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh")
 """relu2 is relu squared, gelu the exact one (erf), gelu_tanh its approximation by tanh, silu x * sigmoid(x)."""
 
@@ -59,7 +61,7 @@ def _normal_cdf(z: jax.Array) -> jax.Array:
 
 
 @_normal_cdf.defjvp
-def _normal_cdf_jvp(primals: Any, tangents: Any) -> Any:
+def _normal_cdf_jvp(primals: PyTree, tangents: PyTree) -> Any:
     (z,), (dz,) = primals, tangents
     return _normal_cdf(z), dz * (_INV_SQRT_2PI * jnp.exp(-0.5 * z * z))
 
@@ -96,7 +98,7 @@ def _times_share(activation: str, z: jax.Array) -> jax.Array:
 
 
 @_times_share.defjvp
-def _times_share_jvp(activation: str, primals: Any, tangents: Any) -> Any:
+def _times_share_jvp(activation: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> PyTree:
     (z,), (dz,) = primals, tangents
     return _times_share(activation, z), dz * derivative(activation, z)  # JAX's own would be NaN at infinity
 

@@ -23,6 +23,7 @@ import numpy as np
 from vishwamai.core.errors import KernelError, ShapeError
 from vishwamai.core.promotion import by_default
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
 Reader = Callable[[Any], Any]
@@ -75,7 +76,7 @@ def _checked(function: Any, name: str, exempt: Sequence[str], unless: Callable[[
 
     run = by_default(function)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: PyTree, **kwargs: PyTree) -> Any:
         if unless is not None and unless():
             return function(*args, **kwargs)
         read = [value if reader is None else reader(value) for value, reader in zip(args, by_place)]
@@ -121,7 +122,7 @@ def described(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'}, of type {type(value).__name__}"
 
 
-def _reader(function: str, name: str, annotation: Any, scope: Mapping[str, Any]) -> Reader | None:
+def _reader(function: str, name: str, annotation: object, scope: Mapping[str, object]) -> Reader | None:
     """What reads an argument; None where anything is legal."""
     if not isinstance(annotation, str):
         return None
@@ -159,7 +160,7 @@ _TENSOR, _TENSOR_WORDS = "Tensor", "a tensor of torch"
 _ARRAYS = frozenset(("Float", "Num", "Int", "Integer", "Bool", "Shaped", "Inexact", "Real"))
 
 
-def _classes_of_torch(members: Sequence[ast.expr], scope: Mapping[str, Any]) -> dict[type, str] | None:
+def _classes_of_torch(members: Sequence[ast.expr], scope: Mapping[str, object]) -> dict[type, str] | None:
     """The classes, one of them of torch, that a value may be an instance of, with the words for each; None where the
     annotation is another.
     """
@@ -232,7 +233,7 @@ def _of(function: str, name: str, node: ast.expr, scope: Mapping[str, Any]) -> t
     return check, _TENSOR_WORDS if text == _TENSOR else f"a {text}"
 
 
-def _sequence(function: str, name: str, node: ast.expr, kind: str, scope: Mapping[str, Any]) -> tuple[Reader, str]:
+def _sequence(function: str, name: str, node: ast.expr, kind: str, scope: Mapping[str, object]) -> tuple[Reader, str]:
     inner = node.slice if isinstance(node, ast.Subscript) else None
     parts = inner.elts if isinstance(inner, ast.Tuple) else [inner] if inner is not None else []
     any_length = kind == "Sequence" or any(isinstance(p, ast.Constant) and p.value is ... for p in parts)
@@ -347,7 +348,7 @@ def _instance(kind: Any, value: Any) -> Any:
     return value
 
 
-def _named(name: str, value: Any) -> Any:
+def _named(name: str, value: PyTree) -> Any:
     if not any(kind.__name__ == name for kind in type(value).__mro__):
         raise _Wrong
     return value

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from vishwamai.core import gpu
 from vishwamai.core.spec import array_spec
+from vishwamai.core.types import AnyArray
 
 
-def namespace(x: Any) -> Any:
+def namespace(x: AnyArray) -> Any:
     """The module `torch` for a tensor, `jax.numpy` for any other array.
 
     >>> namespace(jnp.ones(3)).__name__
@@ -26,17 +27,17 @@ def namespace(x: Any) -> Any:
     return sys.modules["torch"] if gpu.framework(x) == "torch" else jnp
 
 
-def activations(x: Any) -> Any:
+def activations(x: AnyArray) -> Any:
     """The module `torch.nn.functional` for a tensor, `jax.nn` for any other array: `sigmoid(x)`, `softmax(x, axis)`."""
     return namespace(x).nn.functional if gpu.framework(x) == "torch" else jax.nn
 
 
-def constant(x: Any) -> Any:
+def constant(x: AnyArray) -> AnyArray:
     """The array, to which no gradient goes."""
     return x.detach() if gpu.framework(x) == "torch" else jax.lax.stop_gradient(x)
 
 
-def cast(x: Any, dtype: Any) -> Any:
+def cast(x: AnyArray, dtype: Any) -> AnyArray:
     """The array in a dtype of JAX.
 
     >>> cast(jnp.ones(3), "bfloat16").dtype.name
@@ -52,7 +53,7 @@ def _torch_dtype(dtype: Any) -> Any:
     return getattr(sys.modules["torch"], jnp.dtype(dtype).name)
 
 
-def padded(x: Any, axis: int, count: int) -> Any:
+def padded(x: AnyArray, axis: int, count: int) -> AnyArray:
     """The array with `count` zeros after the last entry of an axis."""
     if gpu.framework(x) == "torch":
         ends = [0] * (2 * x.ndim)
@@ -63,12 +64,12 @@ def padded(x: Any, axis: int, count: int) -> Any:
     return jnp.pad(x, ends)
 
 
-def widened(x: Any) -> Any:
+def widened(x: AnyArray) -> Any:
     """The array in float32, or in float64 where it has that."""
     return cast(x, jnp.promote_types(array_spec(x).dtype, jnp.float32))
 
 
-def numbers(count: int, like: Any) -> Any:
+def numbers(count: int, like: AnyArray) -> AnyArray:
     """0 ... count - 1, int32, on the device of `like` if that is torch's.
 
     >>> numbers(3, jnp.ones(2)).tolist()
@@ -80,7 +81,7 @@ def numbers(count: int, like: Any) -> Any:
     return torch.arange(count, dtype=torch.int32, device=like.device)
 
 
-def fetched(x: Any, index: Any, fill: float = 0) -> Any:
+def fetched(x: AnyArray, index: AnyArray, fill: float = 0) -> AnyArray:
     """Entries of x along its first axis; `fill` where the index is past its end.
 
     >>> fetched(jnp.array([5, 7]), jnp.array([1, 2, 0])).tolist()
@@ -94,7 +95,7 @@ def fetched(x: Any, index: Any, fill: float = 0) -> Any:
     return sys.modules["torch"].cat([x, end])[index.clamp(max=x.shape[0])]
 
 
-def largest(x: Any, count: int) -> tuple[Any, Any]:
+def largest(x: AnyArray, count: int) -> tuple[AnyArray, AnyArray]:
     """The `count` largest entries along the last axis, largest first, and where they are; of equal ones the first wins.
 
     >>> [y.tolist() for y in largest(jnp.array([5, 9, 7, 9]), 3)]
@@ -106,7 +107,7 @@ def largest(x: Any, count: int) -> tuple[Any, Any]:
     return values[..., :count], order[..., :count]
 
 
-def gather_last(x: Any, index: Any) -> Any:
+def gather_last(x: AnyArray, index: AnyArray) -> AnyArray:
     """Entries of x along its last axis, of each row its own.
 
     >>> gather_last(jnp.array([[5, 7], [8, 9]]), jnp.array([[1], [0]])).tolist()
@@ -115,7 +116,7 @@ def gather_last(x: Any, index: Any) -> Any:
     return x.gather(-1, index) if gpu.framework(x) == "torch" else jnp.take_along_axis(x, index, axis=-1)
 
 
-def cut(x: Any, start: Any, count: int) -> Any:
+def cut(x: AnyArray, start: AnyArray, count: int) -> AnyArray:
     """`count` entries along the last axis, from `start` on: a number or a scalar array, with all of them in x.
 
     >>> cut(jnp.array([5, 7, 9]), jnp.int32(1), 2).tolist()
@@ -128,7 +129,7 @@ def cut(x: Any, start: Any, count: int) -> Any:
     return x[..., start + numbers(count, x)]
 
 
-def bincount(bins: Any, count: int) -> Any:
+def bincount(bins: AnyArray, count: int) -> AnyArray:
     """How often each of `count` numbers is in a vector of integers, int32.
 
     >>> bincount(jnp.array([2, 0, 2]), 3).tolist()
@@ -141,7 +142,7 @@ def bincount(bins: Any, count: int) -> Any:
     return ones.new_zeros(count).scatter_add(0, bins.long(), ones)
 
 
-def inverse(order: Any) -> Any:
+def inverse(order: AnyArray) -> AnyArray:
     """Where each number is in a permutation: int32, of torch int64, which it is faster with.
 
     >>> inverse(jnp.array([2, 0, 1])).tolist()

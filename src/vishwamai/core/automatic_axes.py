@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 from vishwamai.core import observe
 from vishwamai.core.dims import Factors
 from vishwamai.core.sharding import Assignment, Axes, factor_leaves, reduce_missing, spec_of
+from vishwamai.core.types import PyTree
 
 COLUMNS = ("model", "tensor", "tp", "mp", "heads", "model_parallel", "tensor_parallel")
 """Names of mesh axes that split heads, columns or hidden features; any other splits batch entries or rows."""
@@ -25,7 +26,7 @@ _OF_COLUMNS = ("heads", "n", "hidden")
 _OF_ROWS = ("batch", "groups", "m", "rows", "tokens", "seq")
 
 
-def automatic_mesh(arrays: Any) -> Any | None:
+def automatic_mesh(arrays: PyTree) -> Any | None:
     """The mesh of the arrays if it has automatic axes of several devices, else None."""
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(arrays))
     mesh = next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
@@ -76,7 +77,7 @@ def automatic_assignment(
 
 
 def over_automatic_axes(
-    function: Callable[..., Any], axes: Axes, mesh: Any, name: str, results: Any
+    function: Callable[..., Any], axes: Axes, mesh: Any, name: str, results: PyTree
 ) -> Callable[..., Any]:
     """`function` as a `shard_map` over the automatic axes of `mesh`.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from vishwamai.core.target import Target
+from vishwamai.core.types import PyTree
 
 
 class Spec(Protocol):
@@ -49,7 +50,7 @@ def with_arguments(function: Callable[..., Any], names: tuple[str, ...]) -> Call
         return function
     places = tuple(names.index(name) for name in parameters)
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: PyTree) -> PyTree:
         return function(*(arguments[place] for place in places))
 
     call.__name__ = getattr(function, "__name__", "call")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.qtensor import FORMATS, FP4, INT4, QTensor
+from vishwamai.core.types import AnyArray, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +93,12 @@ class Case:
             if jnp.issubdtype(jnp.dtype(init.dtype), jnp.floating) and init.kind != "mask"
         )
 
-    def run(self, arrays: Mapping[str, Any], **how: Any) -> Any:
+    def run(self, arrays: Mapping[str, PyTree], **how: Any) -> PyTree:
         """Calls the operation on `arrays`; `how` is `implementation=` and `config=`."""
         return self.call(**arrays, **self.options, **how)
 
 
-def qtensor_of_bytes(values: Any, scales: Any, format: str, axis: int, block_size: int | None) -> QTensor:
+def qtensor_of_bytes(values: AnyArray, scales: AnyArray, format: str, axis: int, block_size: int | None) -> QTensor:
     """A QTensor that is made of bytes, so that a case draws the same arrays in every format.
 
     Args:

@@ -23,6 +23,7 @@ from vishwamai.core.errors import KernelError, UnsupportedError
 from vishwamai.core.hardware.nodes import memory_nodes
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray
 
 SPLIT_SEQUENCE = ("ring", "zigzag", "ulysses", "hybrid", "gather")
 """What attention can do with a sequence that is split over devices."""
@@ -271,7 +272,7 @@ def cuda_architecture() -> str:
     return target.gpu.architecture if target.platform == "cuda" and target.gpu is not None else "sm_90"
 
 
-def cast_for_matmul(*arrays: Any) -> tuple[Any, ...]:
+def cast_for_matmul(*arrays: AnyArray) -> tuple[AnyArray, ...]:
     """The operands of a matrix product as `use_bfloat16`, `use_fp16` and `use_fp8` want them: float32 ones rounded, all
     others as they are.
 
@@ -294,7 +295,7 @@ def cast_for_matmul(*arrays: Any) -> tuple[Any, ...]:
 _FP8 = jnp.finfo(jnp.float8_e4m3fn)
 
 
-def _with_values_of_fp8(x: Any, dtype: Any) -> Any:
+def _with_values_of_fp8(x: AnyArray, dtype: Any) -> Any:
     """A float operand with the values that e4m3 has under its scale; the gradient passes as if it were not rounded."""
     if not isinstance(x, jax.Array) or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return x

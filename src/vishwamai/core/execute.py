@@ -27,6 +27,7 @@ from vishwamai.core.call_plan import CallPlan, Choice
 from vishwamai.core.config import local_platform
 from vishwamai.core.gradients import autodiff_backward, is_float, map_fields
 from vishwamai.core.promotion import by_default
+from vishwamai.core.types import AnyArray, PyTree
 
 _ONLY = jax.make_user_context(default_value=None)
 
@@ -41,7 +42,7 @@ def only_for(platform: str | None) -> contextlib.AbstractContextManager[Any]:
     return _ONLY(platform)
 
 
-def platform_of(arrays: Any) -> str | None:
+def platform_of(arrays: PyTree) -> str | None:
     """The platform for `only_for` of a program whose arguments are `arrays`; None if they do not say it: none of them
     is on a device, or one is on another platform than JAX's default. Shapes may lie on TPUs that libtpu describes.
     """
@@ -59,7 +60,7 @@ def platform_of(arrays: Any) -> str | None:
     return "tpu" if described == {"tpu"} else None
 
 
-def _replan(plan: CallPlan, operands: Any) -> CallPlan:
+def _replan(plan: CallPlan, operands: object) -> CallPlan:
     """The plan for operands of other sizes, with the same requests of the caller."""
     return plan.op.plan(plan.spec.localize(operands), config=plan.config, implementation=plan.implementation)
 
@@ -74,7 +75,7 @@ def run(plan: CallPlan, operands: Any) -> Any:
     return outputs[0]
 
 
-def forward(plan: CallPlan, operands: Any) -> tuple[Any, Any]:
+def forward(plan: CallPlan, operands: PyTree) -> tuple[Any, Any]:
     """(outputs, residuals); the residuals carry no gradient."""
     return _differentiable(plan, True, operands)
 
@@ -85,20 +86,20 @@ def backward(plan: CallPlan, arguments: tuple[Any, ...]) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(plan: CallPlan, residuals: bool, operands: Any) -> tuple[Any, Any]:
+def _differentiable(plan: CallPlan, residuals: bool, operands: Any) -> tuple[PyTree, PyTree]:
     """(outputs, residuals or None). Residuals only ever reach `_backward`, whose own gradient recomputes them, so they
     carry no cotangent.
     """
     return _batched(plan, "forward_with_residuals" if residuals else "forward", (operands,))
 
 
-def _differentiable_fwd(plan: CallPlan, residuals: bool, operands: Any) -> tuple[Any, Any]:
+def _differentiable_fwd(plan: CallPlan, residuals: bool, operands: Any) -> tuple[PyTree, PyTree]:
     results: Any = _differentiable(plan, True, operands)
     outputs, saved = results
     return (outputs, saved if residuals else None), (operands, outputs, saved)
 
 
-def _differentiable_bwd(plan: CallPlan, residuals: bool, saved: Any, cotangents: Any) -> tuple[Any]:
+def _differentiable_bwd(plan: CallPlan, residuals: bool, saved: PyTree, cotangents: Any) -> tuple[Any]:
     return (_backward(plan, (*saved, cotangents[0])),)
 
 
@@ -106,22 +107,22 @@ _differentiable.defvjp(by_default(_differentiable_fwd), by_default(_differentiab
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _backward(plan: CallPlan, arguments: tuple[Any, ...]) -> Any:
+def _backward(plan: CallPlan, arguments: tuple[PyTree, ...]) -> Any:
     """The backward pass; differentiable itself (reverse over reverse) through the reference implementation."""
     return _batched(plan, "backward", arguments)
 
 
-def _backward_fwd(plan: CallPlan, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+def _backward_fwd(plan: CallPlan, arguments: tuple[object, ...]) -> tuple[Any, Any]:
     return _backward(plan, arguments), arguments
 
 
-def _backward_bwd(plan: CallPlan, arguments: tuple[Any, ...], cotangents: Any) -> tuple[Any]:
+def _backward_bwd(plan: CallPlan, arguments: tuple[Any, ...], cotangents: PyTree) -> tuple[Any]:
     reference = plan.op.implementations[-1]
     config = plan.op.plan(plan.spec, implementation=reference.name).choices[-1].config
     operands, outputs, residuals, dout = arguments
     floats = map_fields(lambda x: x if is_float(x) else None, operands)
 
-    def gradients(floats: Any, dout: Any) -> Any:
+    def gradients(floats: Any, dout: AnyArray) -> Any:
         merged = type(operands)(*(o if f is None else f for f, o in zip(floats, operands, strict=True)))
         return autodiff_backward(reference.forward)(plan.spec, config, merged, dout)
 
@@ -137,7 +138,7 @@ _backward.defvjp(_backward_fwd, by_default(_backward_bwd))
 @functools.lru_cache(maxsize=4096)
 def _batchable(plan: CallPlan, direction: str) -> Callable[..., Any]:
     @by_default
-    def dispatch(*arguments: Any) -> Any:
+    def dispatch(*arguments: object) -> PyTree:
         # Within a program of its own, arrays of NumPy stay constants. `custom_vmap` would make operands of them, and
         # fails with those in a branch of a mapped `lax.cond`. Traced anew each time: an observer may be in force.
         return jax.jit(functools.partial(_dispatch, plan, direction))(*arguments)
@@ -146,13 +147,13 @@ def _batchable(plan: CallPlan, direction: str) -> Callable[..., Any]:
 
     @mapped.def_vmap
     @by_default
-    def rule(size: int, in_batched: list[Any], *arguments: Any) -> tuple[Any, Any]:
+    def rule(size: int, in_batched: list[object], *arguments: object) -> tuple[Any, Any]:
         return _fold(plan, direction, size, tuple(in_batched), arguments)
 
     return mapped
 
 
-def _batched(plan: CallPlan, direction: str, arguments: tuple[Any, ...]) -> Any:
+def _batched(plan: CallPlan, direction: str, arguments: tuple[object, ...]) -> PyTree:
     return _batchable(plan, direction)(*arguments)
 
 
@@ -174,7 +175,7 @@ def _fold(
         x = jnp.broadcast_to(x, (size, groups, *x.shape[2:]))
         return x.reshape(size * groups, *x.shape[2:])
 
-    def fold_operand(name: str, x: Any, batched: Any) -> Any:
+    def fold_operand(name: str, x: AnyArray, batched: Any) -> Any:
         if x is None:
             return None
         # In the backward pass a shared float operand needs one gradient for every mapped element, so it stops being
@@ -192,7 +193,7 @@ def _fold(
 
     if backward:
 
-        def unfold_gradient(gradient: Any, operand: Any, batched: Any) -> Any:
+        def unfold_gradient(gradient: AnyArray, operand: Any, batched: Any) -> Any:
             if gradient is None:
                 return None
             gradient = unfold(gradient)
@@ -205,14 +206,14 @@ def _fold(
     return results, jax.tree.map(lambda _: True, results)
 
 
-def _dispatch(plan: CallPlan, direction: str, *arguments: Any) -> Any:
+def _dispatch(plan: CallPlan, direction: str, *arguments: object) -> PyTree:
     observer = observe.interceptor()
     if observer is not None:
         return observer.run_pass(plan, direction, functools.partial(_dispatch_now, plan, direction), arguments)
     return _dispatch_now(plan, direction, *arguments)
 
 
-def _dispatch_now(plan: CallPlan, direction: str, *arguments: Any) -> Any:
+def _dispatch_now(plan: CallPlan, direction: str, *arguments: object) -> PyTree:
     if sharding.on_explicit_axes(arguments):
         # A vmap over an explicit mesh axis: the public function, inside it, could not see that axis, and the folded
         # batch lives on it.
@@ -231,7 +232,7 @@ def _dispatch_now(plan: CallPlan, direction: str, *arguments: Any) -> Any:
     return by_platform(default, {p: branch for p, branch in branches.items() if p is not None}, *arguments)
 
 
-def by_platform(default: Any, branches: Mapping[str, Callable[..., Any]], *arguments: Any) -> Any:
+def by_platform(default: Any, branches: Mapping[str, Callable[..., Any]], *arguments: PyTree) -> PyTree:
     """What the branch of the platform computes that a program is lowered for, or that `only_for` names; the function
     `default` on others.
     """
@@ -248,7 +249,7 @@ def _run(plan: CallPlan, choice: Choice, direction: str) -> Callable[..., Any]:
 
     @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of the results and for the call
     @by_default
-    def run(*shard: Any) -> Any:
+    def run(*shard: PyTree) -> PyTree:
         spec = plan.spec.localize(shard[0])
         if direction == "backward":
             return impl.backward(spec, choice.config, *shard)
@@ -257,7 +258,7 @@ def _run(plan: CallPlan, choice: Choice, direction: str) -> Callable[..., Any]:
     return run
 
 
-def _branch(plan: CallPlan, choice: Choice, direction: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+def _branch(plan: CallPlan, choice: Choice, direction: str, arguments: tuple[object, ...]) -> Callable[..., Any]:
     run = _run(plan, choice, direction)
     platform = choice.implementation.platform
     mesh = automatic_axes.automatic_mesh(arguments) if platform == "tpu" else None

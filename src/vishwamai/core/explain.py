@@ -78,7 +78,7 @@ class Explanation:
 
 
 @checked
-def explain(function: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> Explanation:
+def explain(function: Callable[..., object], *args: object, target: str | None = None, **kwargs: object) -> Explanation:
     """Lists every implementation of every op in `function`, which one runs and why the others do not. Nothing is
     computed.
 

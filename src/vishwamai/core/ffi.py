@@ -25,6 +25,7 @@ from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.core.hardware import CPUS, CpuChip
 from vishwamai.core.hardware.nodes import memory_nodes, usable_processors
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray, PyTree
 
 BUILD_HINT = (
     "install a C++20 compiler (`apt-get install g++`); then run `make native` in a checkout of the source, or "
@@ -143,11 +144,11 @@ def result(shape: Sequence[int] | None, dtype: Any) -> jax.ShapeDtypeStruct:
 def call(
     name: str,
     results: Sequence[jax.ShapeDtypeStruct],
-    *operands: Any,
+    *operands: AnyArray,
     aliases: dict[int, int] | None = None,
     vmap_method: str | None = None,
-    **attributes: Any,
-) -> list[Any]:
+    **attributes: PyTree,
+) -> list[AnyArray]:
     """Calls a native kernel inside a JAX program.
 
     Args:

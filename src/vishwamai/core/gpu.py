@@ -23,6 +23,7 @@ from vishwamai.core import sharding, triton_call, triton_launch
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.target import Target
 from vishwamai.core.triton_launch import Launch, TritonDtype, TritonKernel, fields_of
+from vishwamai.core.types import AnyArray, PyTree
 
 __all__ = [
     "SMS",
@@ -110,7 +111,7 @@ Launcher = Callable[[Launch, dict[str, Any], dict[str, Result]], list[Any]]
 """`(launch, inputs, outputs) -> results`; absent buffers are already left out of both."""
 
 
-def _launch_jax(how: Launch, inputs: dict[str, Any], outputs: dict[str, Result]) -> list[Any]:
+def _launch_jax(how: Launch, inputs: dict[str, PyTree], outputs: dict[str, Result]) -> list[AnyArray]:
     arrays = tuple(x for x in inputs.values() if not isinstance(x, np.ndarray))
     aliases = {name: f"{name}_init" for name, out in outputs.items() if out.initialized}
     for name, source in aliases.items():
@@ -138,7 +139,7 @@ def launcher(framework: str) -> Launcher | None:
     return _LAUNCHERS.get(framework)
 
 
-def framework(array: Any) -> str:
+def framework(array: AnyArray) -> str:
     """ "torch" for a torch tensor, else "jax" (its tracers are of many types)."""
     return "torch" if type(array).__module__.split(".")[0] == "torch" else "jax"
 
@@ -173,13 +174,13 @@ def recorded() -> Iterator[list[Launched]]:
 def launch(
     kernel: TritonKernel,
     grid: tuple[int, ...],
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, PyTree],
     outputs: Mapping[str, Result | None],
     *,
     warps: int = 4,
     stages: int = 3,
     **constants: Any,
-) -> list[Any]:
+) -> list[AnyArray]:
     """Runs a Triton kernel on arrays of JAX or torch.
 
     Args:
@@ -230,7 +231,7 @@ def launch(
     return [None if out is None else next(results) for out in outputs.values()]
 
 
-def repeat(first: int, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+def repeat(first: int, count: int, body: Callable[[Any, Any], Any], carry: PyTree) -> Any:
     """`carry` after `body(step, carry)` for each step from `first` to `count` - 1, a loop of launches.
 
     Args:

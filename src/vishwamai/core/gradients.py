@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.call_plan import FORWARD, with_arguments
+from vishwamai.core.types import AnyArray
 
 
-def is_float(x: Any) -> bool:
+def is_float(x: AnyArray) -> bool:
     """Whether an array has a gradient."""
     return jnp.issubdtype(x.dtype, jnp.floating)
 

@@ -23,6 +23,8 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxlib import xla_client
 
+from vishwamai.core.types import AnyArray
+
 
 def partition_spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec | None:
     """The partition spec of XLA's own form of a sharding; None if it splits by a part of a mesh axis, which no spec can
@@ -80,7 +82,7 @@ def is_linearized(arrays: Any) -> bool:
     the same tracers.
     """
 
-    def linearized(x: Any) -> bool:
+    def linearized(x: AnyArray) -> bool:
         return isinstance(x, LinearizeTracer) and (not x._trace.is_vjp or linearized(x.primal))
 
     return any(map(linearized, jax.tree.leaves(arrays)))

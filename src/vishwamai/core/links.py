@@ -186,7 +186,7 @@ def line_links(chip: TpuChip, sizes: Sequence[int]) -> AxisLinks:
     return AxisLinks(chip, spanned, (False,) * len(spanned), on_chip)
 
 
-def place(device: Any) -> Place:
+def place(device: object) -> Place:
     """The coordinates of a TPU's device, with its core on the chip last; () for any other device."""
     coords = getattr(device, "coords", None)
     return () if coords is None else (*coords, getattr(device, "core_on_chip", 0))

@@ -36,12 +36,16 @@ class Observer:
     def noted(self, text: str) -> None:
         """Called with what an operation says about a call, beside its plans: how it is spread over devices."""
 
-    def run_pass(self, plan: CallPlan, direction: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run_pass(
+        self, plan: CallPlan, direction: str, function: Callable[..., object], arguments: tuple[object, ...]
+    ) -> Any:
         """Returns the results of one pass of a plan, "forward", "forward_with_residuals" or "backward"."""
         del plan, direction
         return function(*arguments)
 
-    def run_eager(self, plan: CallPlan, direction: str, run: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+    def run_eager(
+        self, plan: CallPlan, direction: str, run: Callable[[], object], arguments: tuple[object, ...]
+    ) -> Any:
         """`run_pass` for tensors of torch: `run()` computes the pass anew and returns when its results are there."""
         del plan, direction, arguments
         return run()
@@ -148,12 +152,12 @@ def interceptor() -> Observer | None:
     return next((observer for observer in reversed(observers) if observer.intercepts), None) if observers else None
 
 
-def record_plans(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[CallPlan]:
+def record_plans(function: Callable[..., object], *args: object, **kwargs: object) -> list[CallPlan]:
     """Traces `function` (nothing runs) and returns the plan of every op call in it, in order."""
     return record(function, *args, **kwargs).plans
 
 
-def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> PlanRecorder:
+def record(function: Callable[..., object], *args: object, **kwargs: object) -> PlanRecorder:
     """As `record_plans`, with what the operations noted."""
     recorder = PlanRecorder(dry_run=True)
     with watching(recorder):

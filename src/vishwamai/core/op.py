@@ -32,6 +32,7 @@ from vishwamai.core.config import KernelConfig, ambient_target, check_block_size
 from vishwamai.core.errors import DeviceError, FallbackWarning, KernelError, UnsupportedError, VishwamaiError
 from vishwamai.core.spec import SYMBOLIC, is_symbolic
 from vishwamai.core.target import Target
+from vishwamai.core.types import PyTree
 
 PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
 
@@ -91,12 +92,12 @@ class Op(Generic[S]):
                 raise
             raise translated from error
 
-    def _tells_axes(self, operands: Any) -> bool:
+    def _tells_axes(self, operands: object) -> bool:
         """Whether tracing the kernels tells how they are split over mesh axes."""
         on_tpu = ambient_target().platform == "tpu"
         return sharding.on_explicit_axes(operands) or (on_tpu and automatic_axes.automatic_mesh(operands) is not None)
 
-    def translated_error(self, error: Exception, plan: CallPlan, operands: Any) -> VishwamaiError | None:
+    def translated_error(self, error: Exception, plan: CallPlan, operands: object) -> VishwamaiError | None:
         """JAX's own error about a call of `plan`, in our words; None where we have none."""
         if isinstance(error, VishwamaiError):
             return None
@@ -124,7 +125,7 @@ class Op(Generic[S]):
         )
 
     def with_residuals(
-        self, spec: S, operands: Any, *, config: Any = None, implementation: str | None = None
+        self, spec: S, operands: object, *, config: Any = None, implementation: str | None = None
     ) -> tuple[Any, Any]:
         """The outputs, and the residuals of their gradients, which carry no gradient themselves. For a caller that has
         a gradient of its own.
@@ -144,10 +145,10 @@ class Op(Generic[S]):
     def gradients(
         self,
         spec: S,
-        operands: Any,
+        operands: PyTree,
         outputs: Any,
-        residuals: Any,
-        cotangents: Any,
+        residuals: PyTree,
+        cotangents: PyTree,
         *,
         config: Any = None,
         implementation: str | None = None,
@@ -173,12 +174,12 @@ class Op(Generic[S]):
         """The words of the dims that may be split over mesh axes."""
         return self._split if isinstance(self._split, str) else self._split(spec, backward)
 
-    def axes(self, spec: S, arguments: tuple[Any, ...], results: Any) -> sharding.Axes:
+    def axes(self, spec: S, arguments: tuple[PyTree, ...], results: Any) -> sharding.Axes:
         """The factor rule of the forward pass (arguments: operands), or of the backward (operands, outputs, residuals,
         cotangents).
         """
 
-        def named(node: Any) -> Any:
+        def named(node: PyTree) -> Any:
             if not hasattr(node, "_fields"):
                 assert self.residual is not None, f"{self.name}: `residual` states no dims"
                 return dims.factors(self.residual, len(node.shape))
@@ -219,7 +220,7 @@ class Op(Generic[S]):
         self.report_fallback(plan.choice(target.platform))
         return plan
 
-    def _on_different_devices(self, operands: Any) -> DeviceError | None:
+    def _on_different_devices(self, operands: PyTree) -> DeviceError | None:
         """The error that names the devices, if the operands are committed to different ones."""
         devices: dict[frozenset[Any], str] = {}
         for name, x in zip(operands._fields, operands, strict=True):

@@ -47,7 +47,7 @@ class Setting:
         """The setting for a value of the key; what is neither true nor false is the setting's own value."""
         return (self.on if value else self.off) if isinstance(value, bool) else value
 
-    def agrees(self, value: Any, setting: Any) -> bool:
+    def agrees(self, value: Any, setting: object) -> bool:
         """Whether a setting that the user gave agrees with a value of the key."""
         if value is False and not self.exclusive:
             return setting != self.on
@@ -60,7 +60,7 @@ def _key(doc: str, **purposes: Setting | str) -> Any:
     return dataclasses.field(default=None, metadata={"doc": doc, **purposes})
 
 
-def _kernels(name: str, on: Any, off: Any, words: str) -> dict[str, Setting]:
+def _kernels(name: str, on: bool | None, off: bool | None, words: str) -> dict[str, Setting]:
     return dict.fromkeys(get_args(Purpose), Setting(f"KernelConfig.{name}", on, off, words))
 
 
@@ -182,7 +182,7 @@ class Optimization:
         """The keys that are set, with their values."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def settings(self, purpose: Purpose, explicit: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def settings(self, purpose: Purpose, explicit: Mapping[str, object] | None = None) -> dict[str, Any]:
         """What the keys set, by setting; the kernels' configuration and the mesh apart.
 
         Args:
@@ -286,7 +286,7 @@ class OptimizationReport:
 
 
 def explain_optimization(
-    optimization: Optimization | Mapping[str, Any] | None, purpose: Purpose = "training", devices: int | None = None
+    optimization: Optimization | Mapping[str, object] | None, purpose: Purpose = "training", devices: int | None = None
 ) -> OptimizationReport:
     """What each key of an `optimization` dict does; `vishwamai train`, `serve`, `generate`, `plan` and `explain` print
     it.
@@ -314,7 +314,7 @@ def explain_optimization(
     if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int) or devices < 1):
         raise ConfigError(f"explain_optimization: devices is {described(devices)}; pass their number, or None.")
 
-    def effect(field: dataclasses.Field[Any]) -> OptimizationEffect:
+    def effect(field: dataclasses.Field[object]) -> OptimizationEffect:
         value, setting = getattr(keys, field.name), field.metadata[purpose]
         if value is None:
             return OptimizationEffect(field.name, None, None, "not set")

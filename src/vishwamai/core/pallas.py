@@ -22,9 +22,10 @@ from vishwamai.core.hardware import TpuChip
 from vishwamai.core.sharding import out_struct
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size
+from vishwamai.core.types import AnyArray, PyTree, Ref
 
 Input = tuple[jax.Array | None, pl.BlockSpec | None]
-Output = tuple[Sequence[int], Any, pl.BlockSpec | None]
+Output = tuple[Sequence[int], object, pl.BlockSpec | None]
 DEFAULT_VMEM_BYTES = 16 << 20
 """VMEM that every generation grants a kernel without being asked."""
 LANES = 128
@@ -122,10 +123,10 @@ def call(
     body: Callable[..., None],
     *,
     name: str,
-    grid: Sequence[Any],
+    grid: Sequence[PyTree],
     inputs: Mapping[str, Input | None],
     outputs: Mapping[str, Output | None],
-    scalars: Mapping[str, Any] = MappingProxyType({}),
+    scalars: Mapping[str, PyTree] = MappingProxyType({}),
     scratch: Mapping[str, Any] = MappingProxyType({}),
     aliases: Mapping[str, str] = MappingProxyType({}),
     semantics: Sequence[str],
@@ -134,7 +135,7 @@ def call(
     flops: int,
     bytes_accessed: int,
     transcendentals: int = 0,
-) -> tuple[Any, ...]:
+) -> tuple[AnyArray, ...]:
     """Runs a kernel body over a grid; the body gets every ref by its name, as a keyword argument, and None for what is
     absent.
 
@@ -163,7 +164,7 @@ def call(
     absent = dict.fromkeys((*scalars, *inputs, *outputs, *scratch))
     arrays = (*scalar_arrays.values(), *(array for array, _ in present.values()))
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         body(**absent | dict(zip(names, refs, strict=True)))
 
     results = pl.pallas_call(

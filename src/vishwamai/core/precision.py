@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.errors import KernelError
+from vishwamai.core.types import AnyArray
 
 PRECISIONS = ("default", "high", "highest")
 FLOATS = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
@@ -127,7 +128,7 @@ def accumulator_dtype(*dtypes: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32)
 
 
-def rounded(x: Any) -> Any:
+def rounded(x: AnyArray) -> AnyArray:
     """`x`, which is a product, rounded by itself.
 
     XLA's compilers fuse a product with the sum or difference that follows. Of huge logits, what is left after the

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from vishwamai.core.types import PyTree
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -23,7 +25,7 @@ def by_default(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def run(*arguments: Any, **options: Any) -> Any:
+    def run(*arguments: PyTree, **options: PyTree) -> PyTree:
         if are_default():
             return function(*arguments, **options)
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

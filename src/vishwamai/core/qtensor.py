@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.spec import array_spec
+from vishwamai.core.types import AnyArray, PyTree
 
 if TYPE_CHECKING:
     from jax import Array
@@ -155,7 +156,7 @@ class QTensor:
         return out if dtype is None else out.astype(dtype)
 
     def __repr__(self) -> str:
-        def show(x: Any) -> str:
+        def show(x: AnyArray) -> str:
             return str(array_spec(x) if hasattr(x, "dtype") else x)
 
         tail = f"format={self.format!r}, axis={self.axis}, block_size={self.block_size}"
@@ -167,7 +168,7 @@ def bits(dtype: Any) -> int:
     return 4 if jnp.dtype(dtype) in (INT4, UINT4, FP4) else 8 * jnp.dtype(dtype).itemsize
 
 
-def scale_values(scales: Any, dtype: Any) -> Any:
+def scale_values(scales: AnyArray, dtype: Any) -> AnyArray:
     """Scales as floats; uint8 ones are the bits of e8m0.
 
     2^-127, the least, is subnormal in float32 and counts as zero where the hardware says so.
@@ -219,7 +220,7 @@ def expand(scales: Any, axis: int, block_size: int, size: int) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def undifferentiable(name: str, values: Any, scales: Any) -> Any:
+def undifferentiable(name: str, values: AnyArray, scales: AnyArray) -> PyTree:
     """(values, scales) as they are; whoever asks for their gradient gets an error that begins with `name`, such as
     "gemm: `b` is a QTensor".
     """
@@ -227,7 +228,7 @@ def undifferentiable(name: str, values: Any, scales: Any) -> Any:
     return values, scales
 
 
-def _no_gradient(name: str, saved: Any, cotangents: Any) -> Any:
+def _no_gradient(name: str, saved: PyTree, cotangents: PyTree) -> Any:
     raise UnsupportedError(
         f"{name}, and quantized values have no gradient; differentiate with respect to the other "
         "arguments only, or train the float array through `fake_quantize`, whose gradient is straight-through."

@@ -26,6 +26,7 @@ from jax.sharding import ManualAxisType, Mesh, NamedSharding, PartitionSpec
 from vishwamai.core.dims import Factors
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.jax_private import partition_spec_of
+from vishwamai.core.types import AnyArray, PyTree
 
 Assignment = dict[str, tuple[str, ...]]
 
@@ -69,14 +70,14 @@ def mesh_axis_size(function: str, name: str, axes: tuple[str, ...]) -> int:
         ) from error
 
 
-def varying_axes(*trees: Any) -> frozenset[str]:
+def varying_axes(*trees: object) -> frozenset[str]:
     """The mesh axes that any of the arrays varies over inside `shard_map` (empty outside, and under
     `check_vma=False`).
     """
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(trees)))
 
 
-def out_struct(shape: Sequence[int], dtype: Any, *operands: Any) -> jax.ShapeDtypeStruct:
+def out_struct(shape: Sequence[int], dtype: Any, *operands: PyTree) -> jax.ShapeDtypeStruct:
     """The shape of a kernel's output, varying over every mesh axis that an operand varies over."""
     varying = varying_axes(operands)
     # A type that varies names the mesh whose axes it varies over.
@@ -86,7 +87,7 @@ def out_struct(shape: Sequence[int], dtype: Any, *operands: Any) -> jax.ShapeDty
     )
 
 
-def match_varying(operands: Any) -> Any:
+def match_varying(operands: object) -> PyTree:
     """Inside a `shard_map`, marks every operand as varying over the axes that any of them varies over.
 
     The transpose of that mark is the sum over shards, which is the gradient of an operand that is shared between them.
@@ -100,7 +101,7 @@ def match_varying(operands: Any) -> Any:
     return jax.tree.map(mark, operands) if varying else operands
 
 
-def _is_dims(node: Any) -> bool:
+def _is_dims(node: object) -> bool:
     return (
         isinstance(node, tuple)
         and not hasattr(node, "_fields")
@@ -108,7 +109,7 @@ def _is_dims(node: Any) -> bool:
     )
 
 
-def factor_leaves(tree: Any) -> list[Factors]:
+def factor_leaves(tree: object) -> list[Factors]:
     return jax.tree.leaves(tree, is_leaf=_is_dims)
 
 
@@ -168,7 +169,7 @@ def spec_of(names: Factors, shape: tuple[int, ...], assignment: Assignment) -> P
     )
 
 
-def reduce_missing(results: Any, carried: Sequence[set[str | None]], assignment: Assignment) -> Any:
+def reduce_missing(results: object, carried: Sequence[set[str | None]], assignment: Assignment) -> Any:
     """Sums each result over the mesh axes whose factor it does not carry."""
     leaves, treedef = jax.tree.flatten(results)
     reduced = []
@@ -178,7 +179,7 @@ def reduce_missing(results: Any, carried: Sequence[set[str | None]], assignment:
     return jax.tree.unflatten(treedef, reduced)
 
 
-def _decoded(sharding: Any, mesh: Mesh) -> PartitionSpec:
+def _decoded(sharding: object, mesh: Mesh) -> PartitionSpec:
     """The partition spec of XLA's own form of a sharding; whole where it splits by a part of a mesh axis, which no spec
     can say.
 
@@ -296,7 +297,7 @@ def _flat(mapping: Any) -> list[str]:
     return [factor for dim in mapping for factor in ((dim,) if isinstance(dim, str) else dim)]
 
 
-def explicit_mesh(arrays: Any) -> Any | None:
+def explicit_mesh(arrays: PyTree) -> Any | None:
     """The mesh of the arrays if some of its axes are explicit (sharding in types), else None."""
     for leaf in jax.tree.leaves(arrays):
         mesh = jax.typeof(leaf).sharding.mesh
@@ -305,7 +306,7 @@ def explicit_mesh(arrays: Any) -> Any | None:
     return None
 
 
-def on_explicit_axes(arrays: Any) -> bool:
+def on_explicit_axes(arrays: PyTree) -> bool:
     """Whether some dimension of the arrays is split over an explicit mesh axis."""
     mesh = explicit_mesh(arrays)
     if mesh is None:
@@ -322,7 +323,7 @@ def assigned(mesh: Any, axes: Axes, arrays: Any) -> Assignment:
     return assign(factor_leaves(axes.arguments), axes.splittable, shapes, specs, dict(mesh.shape))
 
 
-def follow_explicit_axes(function: Callable[..., Any], axes: Axes | Callable[[], Axes], *arrays: Any) -> Any:
+def follow_explicit_axes(function: Callable[..., object], axes: Axes | Callable[[], Axes], *arrays: AnyArray) -> PyTree:
     """Runs `function(*arrays)`, as a `shard_map` where the arrays live on explicit mesh axes (sharding in types).
 
     Args:

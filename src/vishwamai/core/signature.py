@@ -17,6 +17,7 @@ from vishwamai.core import dims
 from vishwamai.core.shape_checks import Argument, check_shapes
 from vishwamai.core.sharding import Axes, explicit_mesh, follow_explicit_axes
 from vishwamai.core.spec import ArraySpec, array_spec, as_array
+from vishwamai.core.types import AnyArray
 
 
 def as_arrays(function: str, arrays: Any, labels: Mapping[str, str] | None = None) -> Any:
@@ -150,7 +151,7 @@ class Signature:
         op_texts: Any = None,
     ):
         self.operands = operands
-        self._outputs: Callable[[Any], Any] = outputs if callable(outputs) else lambda spec: outputs
+        self._outputs: Callable[[Any], object] = outputs if callable(outputs) else lambda spec: outputs
         self.labels = dict(labels or {})
         self.hints = dict(hints or {})
         self.turned = dict(turned or {})
@@ -185,7 +186,7 @@ class Signature:
     def pack(self, arrays: Any, spec: Any = None) -> Any:
         """The caller's arrays (of JAX or torch) in the op's layout, which an option of `spec` may change."""
 
-        def laid(x: Any, text: str, op_text: str) -> Any:
+        def laid(x: AnyArray, text: str, op_text: str) -> AnyArray:
             if x is None:
                 return None
             move = _move(text, op_text, tuple(x.shape))
@@ -204,7 +205,7 @@ class Signature:
             )
         )
 
-    def restored(self, y: Any, text: str, op_text: str, arrays: Any) -> Any:
+    def restored(self, y: AnyArray, text: str, op_text: str, arrays: Any) -> AnyArray:
         """A result in the layout that `text` states; an axis that the op's result lacks is 1."""
         if text == op_text:
             return y

@@ -15,6 +15,7 @@ import numpy as np
 from vishwamai.core import dims
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import accumulator_dtype
+from vishwamai.core.types import AnyArray, PyTree
 
 Self = TypeVar("Self", bound="OpSpec")
 
@@ -47,7 +48,7 @@ class ArraySpec:
         return f"{self.dtype.name}{list(self.shape)}".replace(" ", "")
 
 
-def array_spec(x: Any) -> ArraySpec:
+def array_spec(x: PyTree) -> ArraySpec:
     """The `ArraySpec` of an array."""
     return _array_spec(tuple(x.shape), x.dtype)
 
@@ -81,7 +82,7 @@ def at_least_1(size: Any) -> Any:
     return max(1, size) if _is_number(size) else size
 
 
-def as_array(function: str, name: str, x: Any) -> jax.Array:
+def as_array(function: str, name: str, x: AnyArray) -> jax.Array:
     """`x` as an array of JAX; `function` and `name` are the public function and its argument, for the error.
 
     Raises:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from vishwamai.core.qtensor import FP4, INT4, scale_values
+from vishwamai.core.types import AnyArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Operand:
         """It must be unpacked before a product may take it."""
         return self.size > 0 or self.dtype == FP4
 
-    def tile(self, ref: Any, scales: Any, axis: int, start: Any, size: int, offset: Any, wide: Any) -> jax.Array:
+    def tile(self, ref: Any, scales: Any, axis: int, start: Any, size: int, offset: AnyArray, wide: Any) -> jax.Array:
         """`size` numbers from `start` along `axis` of the block in `ref`, dequantized to `wide` where that is needed.
 
         Args:
@@ -98,7 +99,7 @@ def _repeat_rows(scales: jax.Array, size: int, extent: int) -> jax.Array:
     return repeated if blocks * size == extent else repeated[:extent]
 
 
-def _repeat(scales: jax.Array, axis: int, size: int, offset: Any, extent: int) -> jax.Array:
+def _repeat(scales: jax.Array, axis: int, size: int, offset: AnyArray, extent: int) -> jax.Array:
     """The scale of each of `extent` numbers from `offset` on along `axis`."""
     blocks = scales.shape[axis]
     shape = (extent, blocks) if axis == 0 else (blocks, extent)

@@ -23,6 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from vishwamai.core.triton_launch import POINTERS, KernelParameters, Launch, architecture, compiled
+from vishwamai.core.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +37,7 @@ class ConstantTable:
 
 def triton_call(
     launch: Launch,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, PyTree],
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     aliases: Mapping[str, str] | None = None,
 ) -> list[jax.Array]:

@@ -113,7 +113,7 @@ class KernelParameters:
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def of(kernel: TritonKernel, bundles: tuple[Bundle, ...]) -> KernelParameters:
-        types: dict[str, Any] = dict(bundles)
+        types: dict[str, object] = dict(bundles)
         entries = []
         for name in kernel.load().arg_names:
             bundle = types.get(name)

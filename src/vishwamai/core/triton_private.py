@@ -13,7 +13,7 @@ Path = tuple[int, ...]
 """Where a value stands among a kernel's arguments: the parameter's number, and inside a named tuple the field's."""
 
 
-def is_interpreted(function: Any) -> bool:
+def is_interpreted(function: object) -> bool:
     """Whether a `@triton.jit` function was loaded under `TRITON_INTERPRET=1`, so that it cannot be compiled."""
     return not hasattr(function, "cache_key")
 
@@ -33,9 +33,9 @@ def starter(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def compile_kernel(
-    function: Any,
-    signature: Mapping[str, Any],
-    constants: Mapping[Path, Any],
+    function: object,
+    signature: Mapping[str, object],
+    constants: Mapping[Path, object],
     aligned: Iterable[Path],
     target: int | str,
     options: Mapping[str, Any],

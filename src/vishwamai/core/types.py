@@ -1,8 +1,39 @@
-"""Types that annotations share, where JAX and NumPy have none."""
+"""Types that annotations share, where JAX, NumPy and torch have none or one that is too narrow."""
 
-from typing import Any
+from __future__ import annotations
 
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+__all__ = ["AnyArray", "DTypeLike", "PyTree", "Ref"]
+
+AnyArray = Any
+"""An array of JAX or NumPy, or a tensor of torch: formulas and GPU kernels that serve both frameworks use what these
+have in common (`core.arrays`). No type states that: jax.numpy accepts no protocol.
+"""
 PyTree = Any
 """Nested dicts, lists and tuples whose leaves are arrays, as `jax.tree.map` takes them. Registered classes are nodes,
 too, so no type of Python states it.
 """
+
+
+class Ref(Protocol):
+    """A reference to memory inside a Pallas kernel. `jax.Ref` is its class but types neither its items nor `at`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> jnp.dtype: ...
+    @property
+    def at(self) -> RefViews: ...
+    def __getitem__(self, index: object, /) -> jax.Array: ...
+    def __setitem__(self, index: object, value: object, /) -> None: ...
+
+
+class RefViews(Protocol):
+    """`ref.at`: references to parts of the memory."""
+
+    def __getitem__(self, index: object, /) -> Ref: ...

@@ -9,16 +9,16 @@ yet; `KernelConfig(checks=True)` puts the same function into the program as a ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
 from vishwamai.core.config import current_config
+from vishwamai.core.types import AnyArray
 
 
-def check_values(check: Callable[..., None], *arrays: Any) -> None:
+def check_values(check: Callable[..., None], *arrays: AnyArray) -> None:
     """Runs `check(*arrays)` on the arrays' values.
 
     Args:
@@ -36,6 +36,6 @@ def check_values(check: Callable[..., None], *arrays: Any) -> None:
         jax.debug.callback(lambda *values: check(*map(np.asarray, values)), *arrays)
 
 
-def is_known(x: Any) -> bool:
+def is_known(x: AnyArray) -> bool:
     """Whether this process can read the values now."""
     return not isinstance(x, Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)

@@ -6,6 +6,8 @@ import abc
 import dataclasses
 from typing import Any
 
+from vishwamai.core.types import AnyArray
+
 
 class Weight(abc.ABC):
     """What stands for a matrix `[in, out]`, or for a stack of them by expert, and knows how to multiply with it.
@@ -25,15 +27,15 @@ class Weight(abc.ABC):
         """Of what it stands for."""
 
     @abc.abstractmethod
-    def product(self, x: Any, out_dtype: Any) -> Any:
+    def product(self, x: AnyArray, out_dtype: Any) -> Any:
         """`x @ weight`, `[..., in]` to `[..., out]`."""
 
-    def __rmatmul__(self, x: Any) -> Any:
+    def __rmatmul__(self, x: AnyArray) -> Any:
         """`x @ weight` in the dtype of `x`."""
         return self.product(x, x.dtype)
 
     @abc.abstractmethod
-    def grouped(self, x: Any, group_sizes: Any) -> Any:
+    def grouped(self, x: AnyArray, group_sizes: AnyArray) -> Any:
         """Rows `[rows, in]`, sorted by expert, with their expert's matrix: `[rows, out]` in the dtype of `x`."""
 
 

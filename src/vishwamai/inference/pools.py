@@ -97,6 +97,7 @@ def make_pools(
     if not all(np.isfinite(array).all() for array in jax.tree.leaves(largest)):
         raise UnsupportedError("keys or values of this model are not finite and have no scale; serve it in floats.")
     factor = _MARGIN[dtype.name] / most
+    # Heads whose sample is all zeros get 1.0: a scale of 0 would divide by zero.
     scales = jax.tree.map(lambda array: jnp.where(array > 0, factor * array, 1.0), largest)
     return tuple(
         pool

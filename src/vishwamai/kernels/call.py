@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from vishwamai.core.types import PyTree
+
 
 @dataclasses.dataclass(frozen=True)
 class StaticCall:
@@ -44,13 +46,13 @@ ARRAY = object()
 """Stands in `StaticCall.static` where an array was."""
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: PyTree) -> bool:
     """Whether an argument is traced: an array, a tracer, or what has the shape and dtype of one."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) or (
         hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
     )
 
 
-def is_torch_tensor(leaf: Any) -> bool:
+def is_torch_tensor(leaf: PyTree) -> bool:
     """Whether an argument is torch's, without importing torch."""
     return type(leaf).__module__.partition(".")[0] == "torch" and hasattr(leaf, "device")

@@ -73,7 +73,7 @@ class Kernel:
         self._configs: dict[KernelConfig, KernelConfig] = {}  # what the keywords make of each base
         self._constants = constants  # arrays of integers and bools are part of the program
         self._verify = verify  # called once for each new program with (function of arrays, arrays)
-        self._verified: set[Any] = set()
+        self._verified: set[object] = set()
         with self.named_errors(), self.configured():
             pass  # a keyword that is wrong is told where it stands, not at the first call
 
@@ -100,7 +100,7 @@ class Kernel:
             return path
         return _wrapped, (self.function, self.platform, self._overrides, self._base, self._extra)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: object = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
     @property
@@ -120,7 +120,7 @@ class Kernel:
         with kernel_config(self._configs[base]) as config:
             yield config
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         with self.named_errors(), self.configured() as config:
             tensors = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_torch_tensor(leaf)]
             if tensors:
@@ -159,7 +159,7 @@ class Kernel:
         with kernel_config(precision="high") if tensor_cores else contextlib.nullcontext():
             return self.function(*args, **kwargs)
 
-    def explain(self, *args: Any, target: str | None = None, **kwargs: Any) -> core_explain.Explanation:
+    def explain(self, *args: object, target: str | None = None, **kwargs: object) -> core_explain.Explanation:
         """Which implementation of every operation in the function runs for these arguments, and why not the others; see
         `vishwamai.explain`.
 
@@ -178,7 +178,7 @@ class Kernel:
             call, arrays = self.split(args, kwargs)
             return core_explain.explain(functools.partial(self._run, call), *arrays, target=target)
 
-    def check(self, target: str, *args: Any, **kwargs: Any) -> Any:
+    def check(self, target: str, *args: object, **kwargs: object) -> Any:
         """Whether the function compiles for a TPU that need not be here, and fits it; see `vishwamai.aot.check`, which
         says what a crash of the compiler does.
 
@@ -317,7 +317,7 @@ def decorator(
 
 
 def tpu_kernel(
-    function: Callable[..., Any] | None = None, *, config: KernelConfig | None = None, **options: Any
+    function: Callable[..., object] | None = None, *, config: KernelConfig | None = None, **options: Any
 ) -> Any:
     """Makes a kernel for TPUs of a JAX function: bare, with fields of `KernelConfig` as keywords, or with `config=`.
 
@@ -347,7 +347,7 @@ def tpu_kernel(
 
 
 def gpu_kernel(
-    function: Callable[..., Any] | None = None, *, config: KernelConfig | None = None, **options: Any
+    function: Callable[..., object] | None = None, *, config: KernelConfig | None = None, **options: Any
 ) -> Any:
     """Makes a kernel for GPUs of a function of JAX arrays or torch tensors; see `tpu_kernel` for the forms,
     `KernelConfig` for the options.
@@ -366,7 +366,7 @@ def gpu_kernel(
 
 
 def cpu_kernel(
-    function: Callable[..., Any] | None = None, *, config: KernelConfig | None = None, **options: Any
+    function: Callable[..., object] | None = None, *, config: KernelConfig | None = None, **options: Any
 ) -> Any:
     """Makes a kernel for the CPU of a JAX function, which runs there even beside an accelerator; see `tpu_kernel` for
     the forms.

@@ -15,6 +15,7 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import KernelError, ShapeError, UnsupportedError
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import AnyArray
 from vishwamai.core.value_checks import check_values
 
 
@@ -92,7 +93,7 @@ def flash_attention(
         return operation(query, key, value, mask=mask, **options)
 
 
-def _mask_and_bias(mask: Any) -> tuple[Any, Any]:
+def _mask_and_bias(mask: AnyArray) -> tuple[Any, Any]:
     """(bool mask or None, what is added to the logits or None) of a mask of any kind.
 
     Raises:
@@ -119,7 +120,7 @@ def _mask_and_bias(mask: Any) -> tuple[Any, Any]:
     return mask != 0, None
 
 
-def _warn_of_zeros_and_ones(mask: Any) -> None:
+def _warn_of_zeros_and_ones(mask: AnyArray) -> None:
     """Warns of a floating mask, of NumPy or torch, that looks like one of 0 and 1."""
     if bool(((mask == 1) | (mask == 0)).all()) and bool((mask == 1).any()):
         kind = str(mask.dtype).removeprefix("torch.")
@@ -129,7 +130,7 @@ def _warn_of_zeros_and_ones(mask: Any) -> None:
         )
 
 
-def _check_integers(mask: Any) -> None:
+def _check_integers(mask: AnyArray) -> None:
     """Checks an integer mask, of NumPy or torch."""
     if not bool(((mask == 1) | (mask == 0)).all()):
         kind = str(mask.dtype).removeprefix("torch.")

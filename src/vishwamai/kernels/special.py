@@ -21,7 +21,7 @@ from vishwamai.ops.moe.spec import GroupedSpec
 
 @checked
 def sparse_kernel(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., object] | None = None,
     *,
     platform: str = "tpu",
     block_size: int | None = None,
@@ -56,7 +56,7 @@ def sparse_kernel(
 
 @checked
 def expert_kernel(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., object] | None = None,
     *,
     platform: str = "tpu",
     num_experts: int | None = None,
@@ -106,12 +106,12 @@ def _verify_groups(num_experts: int, program: Callable[..., Any], arrays: tuple[
 
 
 def _decorate(
-    function: Callable[..., Any] | None,
+    function: Callable[..., object] | None,
     platform: str,
     config: KernelConfig | None,
     options: dict[str, Any],
-    extra: dict[str, Any],
-    parameters: dict[str, Any],
+    extra: dict[str, object],
+    parameters: dict[str, object],
 ) -> Any:
     settings = {name: value for name, value in parameters.items() if value is not None}
     if "block_size" in settings:
@@ -121,7 +121,7 @@ def _decorate(
     return decorator(platform, _with_defaults(function, settings), config, options, **extra)
 
 
-def _with_defaults(function: Callable[..., Any], values: dict[str, Any]) -> Callable[..., Any]:
+def _with_defaults(function: Callable[..., object], values: dict[str, Any]) -> Callable[..., Any]:
     """The function with a value for each of its parameters that a call does not pass; parameters that it has not are
     left out.
     """
@@ -147,7 +147,7 @@ class _Filled:
         changed = [p.replace(default=values[p.name]) if p.name in values else p for p in parameters]
         self.__signature__ = inspect.Signature(_ordered(changed))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         bound = inspect.signature(self._function).bind_partial(*args, **kwargs)
         rest = {name: value for name, value in self._values.items() if name not in bound.arguments}
         return self._function(*args, **kwargs, **rest)

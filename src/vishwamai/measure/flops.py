@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
+from vishwamai.core.types import PyTree
 from vishwamai.measure.measurement import compute_dtype, pass_flops
 from vishwamai.measure.peaks import Peaks
 from vishwamai.measure.profiling import pass_of, trace_passes
@@ -44,7 +45,7 @@ class ProgramFlops:
         )
 
 
-def program_flops(function: Callable[..., Any], *arguments: Any) -> ProgramFlops:
+def program_flops(function: Callable[..., object], *arguments: object) -> ProgramFlops:
     """The FLOP of `function(*arguments)`, by tracing it; shapes are enough.
 
     >>> import jax, jax.numpy as jnp
@@ -82,7 +83,7 @@ def _count(jaxpr: Any, times: float, totals: dict[str, float]) -> int:
     return unknown
 
 
-def _turns(name: str, params: dict[str, Any]) -> float:
+def _turns(name: str, params: dict[str, PyTree]) -> float:
     """How often what an equation holds runs."""
     if name == "scan":
         return params["length"]

@@ -41,7 +41,7 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def measure(program: Callable[..., Any], *arguments: Any, repeats: int = 5) -> Measured:
+def measure(program: Callable[..., Any], *arguments: object, repeats: int = 5) -> Measured:
     """Compiles `program(*arguments)` and times it: one run to warm up, then the median of `repeats`, each waited for.
 
     >>> import jax.numpy as jnp
@@ -54,7 +54,7 @@ def measure(program: Callable[..., Any], *arguments: Any, repeats: int = 5) -> M
 
 
 def measure_compiled(
-    compiled: jax.stages.Compiled, *arguments: Any, repeats: int = 5, name: str = "measure"
+    compiled: jax.stages.Compiled, *arguments: object, repeats: int = 5, name: str = "measure"
 ) -> Measured:
     """`measure` of a program that is compiled already; `name` is what an error calls it.
 
@@ -84,7 +84,7 @@ def program_bytes(compiled: jax.stages.Compiled) -> int | None:
     return arrays + stats.temp_size_in_bytes
 
 
-def measure_eager(run: Callable[[], Any], arguments: Any, *, repeats: int = 5) -> Measured:
+def measure_eager(run: Callable[[], object], arguments: object, *, repeats: int = 5) -> Measured:
     """`measure` of a function that runs at once, and has finished when it returns; memory is that of its arguments and
     results.
     """

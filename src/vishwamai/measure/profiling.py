@@ -112,7 +112,7 @@ def run_kernel(
     return measured.result
 
 
-def trace_passes(function: Callable[..., Any], *arguments: Any) -> ClosedJaxpr:
+def trace_passes(function: Callable[..., object], *arguments: object) -> ClosedJaxpr:
     """Traces a function so that every pass of our operations is one equation, which `pass_of` reads; nothing runs."""
     profiler = _Profiler(Profile(1, local_peaks))
     with undisturbed(), observe.watching(profiler) as profiler.token:
@@ -150,7 +150,9 @@ class _Profiler(observe.Observer):
         self.profile = profile
         self.token = 0
 
-    def run_pass(self, plan: CallPlan, direction: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def run_pass(
+        self, plan: CallPlan, direction: str, function: Callable[..., object], arguments: tuple[object, ...]
+    ) -> Any:
         leaves, treedef = jax.tree.flatten(arguments)
         shapes = jax.eval_shape(function, *arguments)
         results, out_treedef = jax.tree.flatten(shapes)
@@ -179,7 +181,7 @@ def _profile_of(call: _Pass) -> Profile | None:
 
 
 @_OPERATION.def_impl
-def _timed(*operands: Any, call: _Pass) -> list[Any]:
+def _timed(*operands: object, call: _Pass) -> list[Any]:
     profile = _profile_of(call)
     leaves = tuple(map(jnp.asarray, operands))
     with undisturbed():
@@ -216,7 +218,7 @@ def _row(call: _Pass, measured: Measured) -> ProfileRow:
 
 
 @_OPERATION.def_abstract_eval
-def _abstract(*avals: Any, call: _Pass) -> list[Any]:
+def _abstract(*avals: object, call: _Pass) -> list[Any]:
     del avals
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in call.results]
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from vishwamai.core.errors import DeviceError, KernelError
+from vishwamai.core.types import PyTree
 from vishwamai.measure.live import Origin, origins
 
 
@@ -81,7 +82,7 @@ def record_trace(run: Callable[[], object], steps: int, directory: Path) -> Path
     return max(directory.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def operation_times(trace: Any, text: str, steps: int) -> tuple[OperationTime, ...]:
+def operation_times(trace: object, text: str, steps: int) -> tuple[OperationTime, ...]:
     """The time by operation of a traced program, longest first.
 
     Args:
@@ -121,7 +122,7 @@ def _events(trace: Any, module: str) -> Iterator[tuple[str, str, float]]:
                 if tpu:
                     yield plane.name, event.name.partition(" = ")[0].lstrip("%"), event.duration_ns * 1e-9
                     continue
-                stats: dict[str, Any] = {key: value for key, value in event.stats if key is not None}
+                stats: dict[str, PyTree] = {key: value for key, value in event.stats if key is not None}
                 if stats.get("hlo_module") == module and "hlo_op" in stats:
                     yield f"{plane.name} {stats.get('device_ordinal')}", str(stats["hlo_op"]), event.duration_ns * 1e-9
 

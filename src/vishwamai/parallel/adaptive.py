@@ -27,6 +27,7 @@ from vishwamai.aot.schedule.roofline import roofline
 from vishwamai.core.arguments import check_instances, checked
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.links import AxisLinks, axis_links, estimate_collective
+from vishwamai.core.types import PyTree
 from vishwamai.measure import timing
 from vishwamai.parallel.rules import LogicalRules, Names, names_of, shardings
 
@@ -140,7 +141,7 @@ def adaptive_sharding(
 
 
 def choose(
-    tree: Any,
+    tree: PyTree,
     mesh: Mesh,
     rules: LogicalRules,
     axes: Mapping[str, Names] | None,

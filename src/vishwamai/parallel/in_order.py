@@ -45,7 +45,7 @@ def in_order(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def ordered(*args: Any, **kwargs: Any) -> Any:
+    def ordered(*args: object, **kwargs: object) -> Any:
         values, tree = jax.tree.flatten((args, kwargs))
 
         def flat(*values: Any) -> Any:
@@ -119,7 +119,7 @@ def _marked(results: Sequence[Any]) -> Any:
     return functools.reduce(jnp.bitwise_or, [first & 1 for first in firsts]) >> 1 if firsts else None
 
 
-def _after(mark: Any, value: Any) -> Any:
+def _after(mark: object, value: Any) -> Any:
     """The value, which needs the mark."""
     if mark is None or not _is_plain(value):
         return value

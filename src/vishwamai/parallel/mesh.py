@@ -150,7 +150,7 @@ def _described(topology: str) -> list[Any]:
     return list(devices_for(topology))
 
 
-def axis_sizes(axes: Any) -> dict[str, int]:
+def axis_sizes(axes: object) -> dict[str, int]:
     """The sizes by name, as `make_mesh` reads them.
 
     Raises:

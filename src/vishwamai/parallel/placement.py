@@ -18,6 +18,7 @@ from vishwamai.core.errors import KernelError, ShapeError
 from vishwamai.core.hardware import tpu_for
 from vishwamai.core.numbers import human
 from vishwamai.core.pallas import LANES, round_up
+from vishwamai.core.types import PyTree
 from vishwamai.parallel.rules import path_text
 
 _COLUMNS = ("array", "shape", "split", "per device", "copies", "padding")
@@ -101,7 +102,7 @@ class ShardingTable:
         yield (f"{human(total)} on each of {devices} devices: {share[0]:.0%} on others, too; {share[1]:.0%} padding")
 
 
-def explain_sharding(tree: Any) -> ShardingTable:
+def explain_sharding(tree: PyTree) -> ShardingTable:
     """What each device holds of every array of a tree: bytes, copies, padding. Print it for the table.
 
     Args:
@@ -137,7 +138,7 @@ def _merged(path: str, rows: list[ArrayPlace]) -> ArrayPlace:
     )
 
 
-def _place(path: str, leaf: Any) -> ArrayPlace:
+def _place(path: str, leaf: PyTree) -> ArrayPlace:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or not isinstance(sharding, jax.sharding.Sharding):
         raise ShapeError(

@@ -24,6 +24,7 @@ from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve
 from vishwamai.core.shape_checks import Argument, check_float, check_shapes
 from vishwamai.core.sharding import match_varying, mesh_axis_size
 from vishwamai.core.spec import as_array, as_jax_dtype
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.gated import gated_linear_unit
 from vishwamai.ops.matmul import gemm
 from vishwamai.parallel.overlap import decide
@@ -254,7 +255,7 @@ def all_gather_gated_linear_unit(
 
 
 def _rings(
-    name: str, kind: _Kind, x: Any, n: int, axis: str, size: int, overlap: bool | None, links: AxisLinks | None
+    name: str, kind: _Kind, x: AnyArray, n: int, axis: str, size: int, overlap: bool | None, links: AxisLinks | None
 ) -> bool:
     """Whether the call goes around a ring, which `explain` says."""
     if overlap is None:
@@ -266,11 +267,11 @@ def _rings(
     return overlap and size > 1
 
 
-def _result(name: str, x: Any, out_dtype: Any) -> jnp.dtype:
+def _result(name: str, x: AnyArray, out_dtype: Any) -> jnp.dtype:
     return x.dtype if out_dtype is None else as_jax_dtype(name, "out_dtype", out_dtype)
 
 
-def _check(name: str, x: Any, weights: Any, bias: Any, activation: str | None) -> None:
+def _check(name: str, x: AnyArray, weights: AnyArray, bias: AnyArray, activation: str | None) -> None:
     """Raises ShapeError for what does not fit."""
     check_float(name, "x", x.dtype)
     if activation is not None and activation not in ACTIVATIONS:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.sharding import match_varying
+from vishwamai.core.types import AnyArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,19 +38,21 @@ class RingPieces:
         """
         return self.size // 2, (self.size - 1) // 2
 
-    def shift(self, x: Any, way: int) -> Any:
+    def shift(self, x: AnyArray, way: int) -> Any:
         """What the device `way` places before this one has."""
         pairs = [(i, (i + way) % self.size) for i in range(self.size)]
         return jax.lax.ppermute(x, self.axis, pairs)
 
-    def gathered(self, x: Any) -> Iterator[tuple[int, Any]]:
+    def gathered(self, x: AnyArray) -> Iterator[tuple[int, Any]]:
         """(distance, piece) for every device: the piece of the device `distance` places before this one."""
         up, down = self.reach
+        # Pieces travel both ways at once, since a link carries as much in each direction; each crosses half the ring.
         before = self.shift(x, 1) if up else None
         after = self.shift(x, -1) if down else None
         yield 0, x
         for step in range(1, up + 1):
             from_before, from_after = before, after
+            # The next transfers are issued before this piece is used, so that the work on it can hide them.
             before = self.shift(before, 1) if step < up else None
             after = self.shift(after, -1) if step < down else None
             yield step, from_before
@@ -71,6 +74,7 @@ class RingPieces:
             return (local if shifted is None else local + shifted.astype(local.dtype)).astype(dtype)
 
         before = after = None
+        # The farthest sums start first, and each device on the way adds its part.
         for step in range(up, 0, -1):
             before = added(before, 1, step)
             if step <= down:
@@ -79,12 +83,12 @@ class RingPieces:
         local = part(0)
         return sum((x.astype(local.dtype) for x in shifted), local)
 
-    def rows(self, x: Any, distance: int) -> Any:
+    def rows(self, x: AnyArray, distance: int) -> Any:
         """The rows (last axis but one) of `x` that belong to the device `distance` places after this one."""
         count = x.shape[-2] // self.size
         return jax.lax.dynamic_slice_in_dim(x, self._start(distance, count), count, x.ndim - 2)
 
-    def joined(self, pieces: Iterator[tuple[int, Any]]) -> Any:
+    def joined(self, pieces: Iterator[tuple[int, object]]) -> Any:
         """The rows of all devices in their order, from (distance, rows) as `gathered` gives them; of every leaf."""
         result: Any = None
         for distance, rows in pieces:
@@ -93,11 +97,11 @@ class RingPieces:
             result = jax.tree.map(lambda x, y, d=distance: self._placed(x, y, -d), result, rows)
         return result
 
-    def _empty(self, x: Any) -> Any:
+    def _empty(self, x: AnyArray) -> Any:
         shape = (*x.shape[:-2], x.shape[-2] * self.size, x.shape[-1])
         return match_varying((jnp.zeros(shape, x.dtype), x))[0]
 
-    def _placed(self, target: Any, x: Any, distance: int) -> Any:
+    def _placed(self, target: Any, x: AnyArray, distance: int) -> Any:
         start = self._start(distance, x.shape[-2])
         return jax.lax.dynamic_update_slice_in_dim(target, x, start, target.ndim - 2)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.signature import array_specs
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.gated import GATED, gated_linear_unit
 from vishwamai.ops.gated.reference import slopes
 from vishwamai.ops.gated.spec import SIGNATURE as GATED_SIGNATURE
@@ -54,18 +55,18 @@ class Static:
         return gemm(a, b, precision=self.precision, implementation=self.implementation, out_dtype=wide, **options)
 
 
-def _weight_gradient(static: Static, pairs: Iterable[tuple[Any, Any]], dtype: Any) -> Any:
+def _weight_gradient(static: Static, pairs: Iterable[tuple[object, object]], dtype: Any) -> Any:
     """The sum of a^T @ b over pairs of pieces, `[..., rows, .]` each."""
     parts = (static.product(_flat(a), _flat(b), transpose_a=True) for a, b in pairs)
     return functools.reduce(jnp.add, parts).astype(dtype)
 
 
-def _flat(x: Any) -> Any:
+def _flat(x: AnyArray) -> Any:
     return x.reshape(-1, x.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gathered_product(static: Static, x: Any, w: Any, bias: Any) -> Any:
+def gathered_product(static: Static, x: AnyArray, w: Any, bias: AnyArray) -> Any:
     """`act(gathered(x) @ w + bias)`, from this device's rows of x."""
     gathered = static.pieces.gathered(x)
     options = {"activation": static.activation, "out_dtype": static.out_dtype, "precision": static.precision}
@@ -73,10 +74,10 @@ def gathered_product(static: Static, x: Any, w: Any, bias: Any) -> Any:
     return static.pieces.joined((distance, run(piece)) for distance, piece in gathered)
 
 
-def _gathered_forward(static: Static, x: Any, w: Any, bias: Any) -> tuple[Any, Any]:
+def _gathered_forward(static: Static, x: AnyArray, w: Any, bias: AnyArray) -> tuple[Any, Any]:
     of_caller = signature(False, False)
 
-    def piece_of(x: Any) -> tuple[Any, Any]:
+    def piece_of(x: AnyArray) -> tuple[Any, Any]:
         arrays = Operands(x, w, bias, None, None)
         spec = make_spec(array_specs(arrays), static.activation, False, False, static.precision, static.out_dtype)
         outputs, z = MATMUL.with_residuals(
@@ -89,12 +90,12 @@ def _gathered_forward(static: Static, x: Any, w: Any, bias: Any) -> tuple[Any, A
     return y, (x, w, bias, y if static.activation == "relu" else None, z)
 
 
-def _gathered_backward(static: Static, saved: Any, dy: Any) -> Any:
+def _gathered_backward(static: Static, saved: PyTree, dy: AnyArray) -> Any:
     return _gathered_gradients(static, saved, dy)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered_gradients(static: Static, saved: Any, dy: Any) -> Any:
+def _gathered_gradients(static: Static, saved: PyTree, dy: AnyArray) -> Any:
     x, w, bias, y, z = saved
     wide = accumulator_dtype(x.dtype)
     dz = dy.astype(wide)
@@ -112,18 +113,18 @@ def _gathered_gradients(static: Static, saved: Any, dy: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scattered_product(static: Static, x: Any, w: Any) -> Any:
+def scattered_product(static: Static, x: AnyArray, w: Any) -> Any:
     """This device's rows of the sum of all devices' `x @ w`, in the dtype of sums; they travel in `out_dtype`."""
     pieces = static.pieces
     product = functools.partial(static.product, b=w, config=static.config)
     return pieces.reduced(lambda distance: product(pieces.rows(x, distance)), static.out_dtype)
 
 
-def _scattered_forward(static: Static, x: Any, w: Any) -> tuple[Any, Any]:
+def _scattered_forward(static: Static, x: AnyArray, w: Any) -> tuple[Any, Any]:
     return scattered_product(static, x, w), (x, w)
 
 
-def _scattered_backward(static: Static, saved: Any, dz: Any) -> Any:
+def _scattered_backward(static: Static, saved: PyTree, dz: Any) -> Any:
     x, w = saved
     pieces, gathered = static.pieces, []
 
@@ -136,15 +137,15 @@ def _scattered_backward(static: Static, saved: Any, dz: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gathered_gated(static: Static, x: Any, gate: Any, up: Any) -> Any:
+def gathered_gated(static: Static, x: AnyArray, gate: Any, up: Any) -> Any:
     """`act(gathered(x) @ gate) * (gathered(x) @ up)`, from this device's rows of x."""
     options = {"config": static.config, "implementation": static.implementation, "precision": static.precision}
     run = functools.partial(gated_linear_unit, weights=(gate, up), activation=static.activation, **options)
     return static.pieces.joined((distance, run(piece)) for distance, piece in static.pieces.gathered(x))
 
 
-def _gated_forward(static: Static, x: Any, gate: Any, up: Any) -> tuple[Any, Any]:
-    def piece_of(x: Any) -> tuple[Any, Any]:
+def _gated_forward(static: Static, x: AnyArray, gate: Any, up: Any) -> tuple[Any, Any]:
+    def piece_of(x: AnyArray) -> tuple[Any, Any]:
         arrays = GatedOperands(x, gate, up, None)
         spec = describe(array_specs(arrays), static.activation, static.precision)
         outputs, residuals = GATED.with_residuals(
@@ -158,12 +159,12 @@ def _gated_forward(static: Static, x: Any, gate: Any, up: Any) -> tuple[Any, Any
     return h, (x, gate, up, residuals)
 
 
-def _gated_backward(static: Static, saved: Any, dh: Any) -> Any:
+def _gated_backward(static: Static, saved: PyTree, dh: Any) -> Any:
     return _gated_gradients(static, saved, dh)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_gradients(static: Static, saved: Any, dh: Any) -> Any:
+def _gated_gradients(static: Static, saved: PyTree, dh: Any) -> Any:
     x, gate, up, residuals = saved
     weights = [gate, up]
     arrays = GatedOperands(x, gate, up, None)
@@ -184,11 +185,11 @@ def _gated_gradients(static: Static, saved: Any, dh: Any) -> Any:
     return dx, *dw
 
 
-def _once(gradients: Any, static: Static, saved: Any, cotangent: Any) -> Any:
+def _once(gradients: PyTree, static: Static, saved: PyTree, cotangent: AnyArray) -> Any:
     return gradients(static, saved, cotangent), None
 
 
-def _twice(static: Static, saved: Any, cotangents: Any) -> Any:
+def _twice(static: Static, saved: PyTree, cotangents: PyTree) -> Any:
     raise UnsupportedError(
         "a product with its all-gather as a ring is differentiable once; for a second derivative pass overlap=False."
     )

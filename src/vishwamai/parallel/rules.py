@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.numbers import divisors
+from vishwamai.core.types import PyTree
 
 Names = Sequence[str | None]
 """A logical name for each of an array's last axes; None for an axis that is never split."""
@@ -176,7 +177,7 @@ def shardings(tree: Any, mesh: Mesh, rules: LogicalRules, axes: Mapping[str, Nam
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def _check_leaf(where: str, leaf: Any) -> None:
+def _check_leaf(where: str, leaf: PyTree) -> None:
     """Raises ShapeError for what is neither an array, nor its shape, nor a number that an array can hold."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
@@ -198,7 +199,7 @@ def path_text(path: Any) -> str:
     return jax.tree_util.keystr(inner, simple=True, separator="/")
 
 
-def names_of(tree: Any) -> list[tuple[str, Any]]:
+def names_of(tree: object) -> list[tuple[str, Any]]:
     """(path, leaf) of every array of a tree, checked."""
     paths = [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     for where, leaf in paths:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.types import PyTree
 from vishwamai.parallel.adaptive import adaptive_sharding
 from vishwamai.parallel.rules import LogicalRules, Names, shardings
 
@@ -60,7 +61,7 @@ def shard(
     with a logical name or None for each of its last axes.
     """
 
-    def put(leaf: Any, sharding: NamedSharding) -> Any:
+    def put(leaf: PyTree, sharding: NamedSharding) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
         return jax.device_put(leaf, sharding)

@@ -21,6 +21,7 @@ from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.hardware import tpu_for
 from vishwamai.core.pallas import round_up
+from vishwamai.core.types import AnyArray
 from vishwamai.parallel.mesh import make_mesh, sides_of, slice_name, slice_of
 from vishwamai.parallel.placement import ShardingTable, explain_sharding, tiled
 
@@ -44,7 +45,7 @@ class MemoryLayout(dict[str, Any]):
     """
 
     def __init__(self, weights: Mapping[str, Any], mesh: Mesh):
-        def sharding(x: Any) -> NamedSharding:
+        def sharding(x: AnyArray) -> NamedSharding:
             return NamedSharding(mesh, _least(x.shape, jnp.dtype(x.dtype).itemsize, mesh))
 
         self.mesh = mesh
@@ -63,7 +64,7 @@ class MemoryLayout(dict[str, Any]):
         """Bytes that each device holds less than all weights."""
         return self.nbytes - self.table.bytes_per_device
 
-    def place(self, weights: Any) -> Any:
+    def place(self, weights: AnyArray) -> Any:
         """The weights on the devices of the slice, which have to be there."""
         return jax.device_put(weights, self.shardings)
 
@@ -75,7 +76,7 @@ class MemoryLayout(dict[str, Any]):
 
 
 @checked
-def optimize_memory_layout(weights: Mapping[str, Any], tpu_topology: str) -> MemoryLayout:
+def optimize_memory_layout(weights: Mapping[str, object], tpu_topology: str) -> MemoryLayout:
     """The split of weights over a TPU slice that leaves least on each device, tiles' padding included.
 
     Every weight is split on its own: each side of the slice goes to one of the weight's axes that it divides, or to
@@ -228,7 +229,7 @@ def optimize_kernel_layout(kernel: Shaped[Array, "*batch rows columns"], block_s
     return KernelLayout(padded, tuple(kernel.shape), block_size)
 
 
-def _argument_bytes(shapes: Any) -> int:
+def _argument_bytes(shapes: object) -> int:
     memory = jax.jit(lambda weights: 0, keep_unused=True).lower(shapes).compile().memory_analysis()
     assert memory is not None, "libtpu has it of every program"
     return memory.argument_size_in_bytes

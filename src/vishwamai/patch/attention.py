@@ -56,7 +56,7 @@ def _codes() -> dict[str, Any]:
     }
 
 
-def _kind(function: Callable[..., Any]) -> str | None:
+def _kind(function: Callable[..., object]) -> str | None:
     code = getattr(function, "__code__", None)
     return next((name for name, code_of_kind in _codes().items() if code is not None and code is code_of_kind), None)
 

@@ -57,7 +57,7 @@ def _published(path: str) -> Any:
     return definition
 
 
-def is_published(path: str, function: Any) -> bool:
+def is_published(path: str, function: object) -> bool:
     """Whether a function is the one that transformers has at `path`, or a copy of it."""
     published = _published(path)
     return published is not None and function is not None and code_of(published) == code_of(function)
@@ -137,7 +137,7 @@ def _activations() -> dict[type, str]:
     return ours | {nn.SiLU: "silu", nn.ReLU: "relu"}
 
 
-def activation(module: Any) -> str | None:
+def activation(module: object) -> str | None:
     """Our name of an activation, or None."""
     name = _activations().get(type(module))
     if type(module) is nn.GELU:
@@ -210,7 +210,7 @@ def mlp_why_not(module: Any) -> str | None:
     return None
 
 
-def mlp(module: Any) -> Callable[..., Any]:
+def mlp(module: object) -> Callable[..., Any]:
     """The forward pass of a feed-forward network on our operation."""
     form = feed_forward(type(module))
     assert form is not None  # or `mlp_why_not` says so
@@ -293,7 +293,7 @@ def with_rope(module: nn.Module) -> Callable[..., Any] | None:
     return _with_globals(type(module).forward, apply_rotary_pos_emb=rotate)
 
 
-def _with_globals(function: Any, **names: Any) -> types.FunctionType | None:
+def _with_globals(function: object, **names: Any) -> types.FunctionType | None:
     """A copy of a function, its decorators kept, that finds `names` among its globals; None where a decorator is no
     function that holds the decorated one in a variable of its own, as those do that rename an argument.
     """

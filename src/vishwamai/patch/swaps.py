@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.patch import attention as attention_interface
 from vishwamai.patch import modules
 
@@ -73,7 +74,7 @@ class _Walk:
         self.left[type(module).__name__, why] += 1
 
 
-def patch(model: Any, attention: bool, norm: bool, rope: bool, mlp: bool | None, loss: bool) -> Patch:
+def patch(model: PyTree, attention: bool, norm: bool, rope: bool, mlp: bool | None, loss: bool) -> Patch:
     """See `vishwamai.patch.transformers`."""
     try:
         from transformers import PreTrainedModel
@@ -117,7 +118,9 @@ def _swap_attention(model: Any, walk: _Walk) -> bool:
     return model.config._attn_implementation == attention_interface.NAME
 
 
-def _visit(module: nn.Module, model: Any, walk: _Walk, routed: bool, norm: bool, rope: bool, mlp: bool | None) -> None:
+def _visit(
+    module: nn.Module, model: PyTree, walk: _Walk, routed: bool, norm: bool, rope: bool, mlp: bool | None
+) -> None:
     if id(module) in walk.inside:
         return
     if modules.own_forward(module):

@@ -90,7 +90,7 @@ class TPUProfiler:
 
     @checked
     def profile_execution(
-        self, model: Any, input_shape: Any, warmup_steps: int = 5, profile_steps: int = 10
+        self, model: Any, input_shape: object, warmup_steps: int = 5, profile_steps: int = 10
     ) -> ProfileResults:
         """Runs `model` on inputs of this shape and measures it.
 
@@ -296,7 +296,7 @@ def _number_dtype(dtype: Any) -> np.dtype[Any]:
     return jax.dtypes.canonicalize_dtype(number_dtype)
 
 
-def _directory(directory: Any) -> Path | None:
+def _directory(directory: object) -> Path | None:
     if directory is None:
         return None
     if (

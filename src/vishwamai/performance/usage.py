@@ -69,7 +69,7 @@ _MOST_STEPS = 10_000
 
 @checked
 def track_memory_usage(
-    step_fn: Callable[..., Any], inputs: Sequence[Any] | Mapping[str, Any], *, steps: int = 4
+    step_fn: Callable[..., object], inputs: Sequence[Any] | Mapping[str, Any], *, steps: int = 4
 ) -> MemoryStats:
     """The memory of a step: planned by the compiler of this machine's device, and over steps that run.
 
@@ -172,11 +172,11 @@ def _donation(lowered: Any) -> tuple[dict[str, int], dict[str, int]]:
     return donated, donatable
 
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Call = tuple[tuple[object, ...], dict[str, object]]
 """Arguments by position and by name."""
 
 
-def _call(step_fn: Callable[..., Any], inputs: Sequence[Any] | Mapping[str, Any]) -> _Call:
+def _call(step_fn: Callable[..., object], inputs: Sequence[Any] | Mapping[str, Any]) -> _Call:
     """The arguments that `inputs` are."""
     if not isinstance(inputs, Mapping):
         return tuple(inputs), {}
@@ -187,7 +187,7 @@ def _call(step_fn: Callable[..., Any], inputs: Sequence[Any] | Mapping[str, Any]
     return (), dict(inputs)
 
 
-def _run(step_fn: Callable[..., Any], call: _Call, steps: int) -> tuple[float, int | None]:
+def _run(step_fn: Callable[..., object], call: _Call, steps: int) -> tuple[float, int | None]:
     """Bytes of arrays that a step leaves behind, the median over the steps, and the process's growth over them all."""
     left, resident = [], None
     with _without_collections():
@@ -228,7 +228,7 @@ def _alive() -> dict[int, Any]:
     return {id(array): array for array in jax.live_arrays()}
 
 
-def _bytes_of_new(before: dict[int, Any], arguments: Any) -> int:
+def _bytes_of_new(before: dict[int, object], arguments: object) -> int:
     existing = set(before) | {id(leaf) for leaf in jax.tree.leaves(arguments)}
     return sum(array.nbytes for array in jax.live_arrays() if id(array) not in existing and not array.is_deleted())
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from vishwamai.core.config import kernel_config
 from vishwamai.core.precision import FLOATS
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.api import flash_attention
 from vishwamai.rewrite.graph import Graph, Labels, lossless
 from vishwamai.rewrite.masks import Mask, band, every_row_sees, narrower, options, ordered
@@ -99,7 +100,7 @@ def as_match(graph: Graph, attention: FoundAttention) -> Match:
     out_aval = attention.last.outvars[0].aval
     out_sizes = [sizes.get(label, 1) for label in attention.out]
 
-    def call(query: Any, key: Any, value: Any, *others: Any) -> Any:
+    def call(query: AnyArray, key: Any, value: Any, *others: Any) -> Any:
         q = _laid(query, layouts[0], (axes.batch, (*axes.heads, *axes.groups), axes.row, axes.contracted), sizes, dtype)
         k = _laid(key, layouts[1], (axes.batch, axes.heads, axes.keys, axes.contracted), sizes, dtype)
         v = _laid(value, layouts[2], (axes.batch, axes.heads, axes.keys, axes.features), sizes, dtype)
@@ -210,7 +211,7 @@ def _static(
     return limits, left
 
 
-def _laid(x: Any, labels: Labels, parts: tuple[Labels, ...], sizes: dict[Any, int], dtype: Any) -> Any:
+def _laid(x: AnyArray, labels: Labels, parts: tuple[Labels, ...], sizes: dict[Any, int], dtype: Any) -> Any:
     """`x` with its axes joined to these four, repeated along the ones it lacks."""
     order = tuple(label for part in parts for label in part)
     x = ordered(x, labels, order, jnp.transpose).astype(dtype)
@@ -218,7 +219,7 @@ def _laid(x: Any, labels: Labels, parts: tuple[Labels, ...], sizes: dict[Any, in
     return x.reshape([math.prod(sizes[label] for label in part) for part in parts])
 
 
-def _broadcast(x: Any, labels: Labels, axes: _Axes, sizes: dict[Any, int]) -> Any:
+def _broadcast(x: AnyArray, labels: Labels, axes: _Axes, sizes: dict[Any, int]) -> Any:
     """A mask or bias `[batch or 1, heads or 1, rows or 1, keys or 1]`."""
     parts = (axes.batch, (*axes.heads, *axes.groups), axes.row, axes.keys)
     x = ordered(x, labels, axes.scores, jnp.transpose)
@@ -233,7 +234,7 @@ def _broadcast(x: Any, labels: Labels, axes: _Axes, sizes: dict[Any, int]) -> An
 
 
 def _with_dead_rows(
-    out: Any, value: Any, mask: Any, low: int | None, high: int | None, columns: int, dead: float
+    out: Any, value: Any, mask: AnyArray, low: int | None, high: int | None, columns: int, dead: float
 ) -> Any:
     """`out` with what the program has in rows that see no key: the mean of the values if hidden logits are finite and
     equal, NaN if they are minus infinity. The operation gives 0 there.

@@ -16,7 +16,7 @@ from vishwamai.rewrite.rewriter import rewritten, size
 
 
 def optimize_xla_compilation(
-    computation_graph: ClosedJaxpr | Jaxpr, target_config: str | Mapping[str, Any] | None = None
+    computation_graph: ClosedJaxpr | Jaxpr, target_config: str | Mapping[str, object] | None = None
 ) -> ClosedJaxpr:
     """The program with our operations in place of attention and norms written by hand, and without what it need not
     compute: dead equations, repeated ones, and casts to a wider dtype and back.
@@ -58,7 +58,7 @@ def optimize_xla_compilation(
 
 
 def explain_xla_compilation(
-    computation_graph: ClosedJaxpr | Jaxpr, target_config: str | Mapping[str, Any] | None = None
+    computation_graph: ClosedJaxpr | Jaxpr, target_config: str | Mapping[str, object] | None = None
 ) -> XlaReport:
     """What `optimize_xla_compilation` does to a program: each operation that it found and where, which kernel runs
     there, and why a place that looks like an operation was left as it is.

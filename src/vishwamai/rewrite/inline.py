@@ -34,7 +34,7 @@ def inlined(program: ClosedJaxpr, keep: set[int]) -> ClosedJaxpr:
                 eqns.append(eqn.replace(invars=invars, outvars=outvars))
                 continue
             body = eqn.params["jaxpr"]
-            renaming: dict[Var, Any] = dict(zip(body.jaxpr.invars, invars))
+            renaming: dict[Var, object] = dict(zip(body.jaxpr.invars, invars))
             for var, value in zip(body.jaxpr.constvars, body.consts):
                 renaming[var] = new(var.aval)
                 constants.append((renaming[var], value))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.rewrite.graph import Graph, Labels
 from vishwamai.rewrite.match import NoMatch
 
@@ -55,7 +56,7 @@ def mask_of_bias(graph: Graph, atom: Any, labels: Labels, factor: float) -> Mask
     return Mask(atom, labels, True, float(value.min()), ~hidden)
 
 
-def ordered(x: Any, labels: Labels, order: Labels, transpose: Any) -> Any:
+def ordered(x: AnyArray, labels: Labels, order: Labels, transpose: Any) -> Any:
     """`x` with its axes in `order`, of size 1 where it has none of that label; `transpose` of JAX or NumPy."""
     proper = [i for i, n in enumerate(x.shape) if n != 1]
     present = [label for label in order if any(labels[i] is label for i in proper)]
@@ -99,7 +100,7 @@ def options(low: int | None, high: int | None, rows: int, columns: int) -> dict[
     """The options of `flash_attention` for a band, which must not be empty."""
     if high is None:
         return {} if low is None else {"window": (0, None), "q_offset": low}
-    arguments: dict[str, Any] = {"causal": True}
+    arguments: dict[str, PyTree] = {"causal": True}
     if low is not None:
         arguments["window"] = (high - low, None)
     if high and high == columns - rows:

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from vishwamai.core.precision import FLOATS
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.norm.api import layer_norm, rms_norm
 from vishwamai.rewrite.graph import LAYOUT, Fresh, Graph, Labels, labels_after, lossless, operand_labels, same
 from vishwamai.rewrite.match import Match, Near, NoMatch
@@ -39,7 +40,7 @@ class _Statistic:
     """
 
     operation: str
-    x: Any
+    x: AnyArray
     labels: Labels
     centred: Any = None
 
@@ -109,7 +110,7 @@ def _statistic(graph: Graph, atom: Any, labels: Labels) -> _Statistic | None:
     return None
 
 
-def _of_squares(graph: Graph, x: Any, labels: Labels) -> _Statistic:
+def _of_squares(graph: Graph, x: AnyArray, labels: Labels) -> _Statistic:
     """The statistic that the mean of the squares of `x` is."""
     x, labels = _source(graph, x, labels)
     if graph.name(x) == "sub":

@@ -55,7 +55,7 @@ class Rewriter:
         self.findings: list[Finding] = []
         self._done: dict[int, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
         self.calls: dict[int, ClosedJaxpr] = {}
-        self._seen: set[Any] = set()
+        self._seen: set[object] = set()
         self._split = False
 
     def rewrite(self, program: ClosedJaxpr) -> ClosedJaxpr:
@@ -73,7 +73,7 @@ class Rewriter:
         if not names:
             return eqn
         path = (*path, str(eqn.params.get("name") or eqn.primitive.name))
-        changed: dict[str, Any] = {}
+        changed: dict[str, object] = {}
         for name in names:
             value = eqn.params[name]
             many = isinstance(value, (tuple, list))
@@ -113,7 +113,7 @@ class Rewriter:
         replaced = ClosedJaxpr(flat.jaxpr.replace(eqns=eqns), flat.consts)
         return without_dead(replaced, self.counts, "recognised")
 
-    def _hinders(self, graph: Graph, match: Match, given_away: set[Any]) -> str | None:
+    def _hinders(self, graph: Graph, match: Match, given_away: set[object]) -> str | None:
         """Why a match is not taken, whatever its target."""
         if graph.escaping(match.region, match.last):
             return "a value inside of it is used elsewhere, too"

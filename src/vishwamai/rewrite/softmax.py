@@ -62,7 +62,7 @@ def softmax_at(graph: Graph, division: JaxprEqn) -> Softmax | None:
     return Softmax(frozenset(region), labels, over, argument, argument_labels)
 
 
-def _between(graph: Graph, atom: Any, stop: Any) -> set[JaxprEqn]:
+def _between(graph: Graph, atom: Any, stop: object) -> set[JaxprEqn]:
     """The equations that were peeled off `atom` to get to `stop`."""
     equations = set()
     while atom is not stop:
@@ -82,7 +82,9 @@ def _maximum(graph: Graph, sub: JaxprEqn, labels: Labels) -> tuple[Var | None, L
     return (shift, shift_labels) if graph.name(shift) == "reduce_max" else (None, ())
 
 
-def _reduced(graph: Graph, result: Any, result_labels: Labels, base: Any, base_labels: Labels) -> frozenset[Any] | None:
+def _reduced(
+    graph: Graph, result: object, result_labels: Labels, base: Any, base_labels: Labels
+) -> frozenset[Any] | None:
     """The labels of `base` that a reduction runs over, if it reduces `base` and every other axis keeps its place."""
     eqn = graph.producer[result]
     axes = {int(a) for a in eqn.params["axes"]}

@@ -32,7 +32,7 @@ def checks_its_own(*names: str) -> Callable[[F], F]:
     return lambda function: checked(function, names)
 
 
-def check_tensors(function: str, name: str, pair: Any) -> None:
+def check_tensors(function: str, name: str, pair: object) -> None:
     """Checks that a pair, an argument that `function` calls `name`, holds tensors; what is not a pair is not looked at.
 
     Raises:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vishwamai.core.op import CallPlan
 from vishwamai.core.signature import Signature, array_specs
+from vishwamai.core.types import PyTree
 from vishwamai.ops.attention import places
 from vishwamai.ops.attention.api import ATTENTION
 from vishwamai.ops.attention.block_mask import BlockMask
@@ -288,7 +289,7 @@ def _integers(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def _attend(tensors: Operands, options: OperatorOptions, return_lse: bool) -> Any:
+def _attend(tensors: Operands, options: OperatorOptions, return_lse: bool) -> PyTree:
     """`flash_attention` of the caller's tensors."""
     query, slopes, seed = tensors.query, constant_slopes("flash_attention", tensors.slopes), None
     if options.dropout_rate and query.dim() == 4:

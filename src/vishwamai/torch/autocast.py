@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vishwamai.core.types import PyTree
 
-def factors(*operands: Any) -> tuple[Any, ...]:
+
+def factors(*operands: PyTree) -> tuple[PyTree, ...]:
     """Operands of a matrix product, the floating tensors among them in autocast's dtype; others, float64 too, as they
     are.
 
@@ -38,7 +40,7 @@ def _enabled(kind: str) -> bool:
     return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
 
 
-def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+def _cast(x: PyTree, dtype: torch.dtype | None) -> PyTree:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.element_size() == 1:
         return x
     kind = x.device.type

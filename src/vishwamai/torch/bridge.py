@@ -19,6 +19,7 @@ from vishwamai.core.config import current_config, kernel_config
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.op import CallPlan, Choice, Op
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.torch.launch import amd_architecture, launch, torch_dtype
 from vishwamai.torch.replay import repeatable
 
@@ -139,18 +140,18 @@ def with_the_calls_config(
     later, and in threads of its own.
     """
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup(ctx: Any, inputs: tuple[AnyArray, ...], output: PyTree) -> None:
         ctx.kernel_config, ctx.observers = current_config(), observe.tokens()
         setup_context(ctx, inputs, output)
 
-    def backward(ctx: Any, *cotangents: Any) -> Any:
+    def backward(ctx: Any, *cotangents: AnyArray) -> PyTree:
         with kernel_config(ctx.kernel_config), observe.resumed(ctx.observers):
             return gradient(ctx, *cotangents)
 
     return backward, setup
 
 
-def forward(plan: CallPlan, operands: Any, residuals: bool = False, *how: Any) -> tuple[Any, Any]:
+def forward(plan: CallPlan, operands: Any, residuals: bool = False, *how: Any) -> tuple[PyTree, PyTree]:
     """(outputs, residuals or None) of contiguous tensors in the op's own layout; `how`: more arguments of a kernel for
     GPUs, to which other tensors may be legal.
     """
@@ -168,7 +169,7 @@ def backward(
     plan: CallPlan,
     operands: Any,
     outputs: Any,
-    residuals: Any,
+    residuals: AnyArray,
     cotangents: Any,
     unwanted: Iterable[str] = (),
     *how: Any,
@@ -187,7 +188,7 @@ def backward(
     return _pass(plan, "backward", run, arguments)
 
 
-def _pass(plan: CallPlan, direction: str, run: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+def _pass(plan: CallPlan, direction: str, run: Callable[[], Any], arguments: tuple[PyTree, ...]) -> PyTree:
     """The results of a pass, which an observer may run in our place, several times to measure it."""
     observer = observe.interceptor()
     if observer is None:
@@ -209,14 +210,14 @@ def _cpu_forward(choice: Choice, spec: Any, residuals: bool) -> Callable[..., An
 
 @functools.lru_cache(maxsize=1024)
 def _cpu_backward(choice: Choice, spec: Any, unwanted: frozenset[str]) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: PyTree) -> Any:
         gradients = choice.implementation.backward(spec, choice.config, *arguments)
         return gradients._replace(**dict.fromkeys(unwanted)) if unwanted else gradients
 
     return jax.jit(run)
 
 
-def on_cpu(function: Callable[..., Any], *arguments: Any) -> Any:
+def on_cpu(function: Callable[..., object], *arguments: object) -> PyTree:
     """Calls a JAX function on torch tensors on the CPU; nothing is copied, and it has finished when this returns."""
     tensors = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, Tensor)]
     wide = any(t.dtype in (torch.float64, torch.int64) for t in tensors)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Op
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.torch import bridge
 
 
-def outputs_tangent(op: Op[Any], spec: Any, operands: Any, directions: Any) -> Any:
+def outputs_tangent(op: Op[Any], spec: Any, operands: PyTree, directions: Any) -> Any:
     """The tangents of the outputs.
 
     Args:
@@ -30,7 +31,7 @@ def outputs_tangent(op: Op[Any], spec: Any, operands: Any, directions: Any) -> A
 
 
 def gradients_tangent(
-    op: Op[Any], spec: Any, operands: Any, directions: Any, cotangents: Any, cotangent_directions: Any
+    op: Op[Any], spec: Any, operands: PyTree, directions: Any, cotangents: PyTree, cotangent_directions: Any
 ) -> Any:
     """The tangents of the operands' gradients; the arguments are those of `outputs_tangent`, and the cotangents of the
     outputs with their tangents, None for those that are zero.
@@ -38,7 +39,7 @@ def gradients_tangent(
     return _computed(_gradients_tangent(op, spec), operands, directions, cotangents, cotangent_directions)
 
 
-def _computed(function: Callable[..., Any], operands: Any, *more: Any) -> Any:
+def _computed(function: Callable[..., Any], operands: PyTree, *more: Any) -> Any:
     """The function's results on the device of the operands."""
     device = operands[0].device
     results = bridge.on_cpu(function, *jax.tree.map(Tensor.cpu, (operands, *more)))
@@ -51,12 +52,12 @@ def _definition(op: Op[Any], spec: Any) -> Callable[[Any], Any]:
     return lambda operands: last.forward(spec, config, operands, False)[0]
 
 
-def _moving(operands: Any, directions: Any) -> Any:
+def _moving(operands: PyTree, directions: Any) -> Any:
     """The operands that have a tangent, None in place of the others."""
     return type(operands)(*(None if t is None else x for x, t in zip(operands, directions, strict=True)))
 
 
-def _merged(operands: Any, moving: Any) -> Any:
+def _merged(operands: PyTree, moving: Any) -> Any:
     return type(operands)(*(x if m is None else m for x, m in zip(operands, moving, strict=True)))
 
 
@@ -64,7 +65,7 @@ def _merged(operands: Any, moving: Any) -> Any:
 def _outputs_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
     run = _definition(op, spec)
 
-    def tangent(operands: Any, directions: Any) -> Any:
+    def tangent(operands: object, directions: object) -> Any:
         function = lambda moving: run(_merged(operands, moving))  # noqa: E731
         return jax.jvp(function, (_moving(operands, directions),), (directions,))[1]
 
@@ -80,11 +81,11 @@ def _gradients_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
         pairs = zip(values, shapes, strict=True)
         return type(shapes)(*(jnp.zeros(y.shape, y.dtype) if x is None and y is not None else x for x, y in pairs))
 
-    def tangent(operands: Any, directions: Any, cotangents: Any, cotangent_directions: Any) -> Any:
+    def tangent(operands: object, directions: object, cotangents: AnyArray, cotangent_directions: object) -> Any:
         outputs = jax.eval_shape(run, operands)
         cotangents, cotangent_directions = filled(cotangents, outputs), filled(cotangent_directions, outputs)
 
-        def gradients(moving: Any, cotangents: Any) -> Any:
+        def gradients(moving: Any, cotangents: PyTree) -> Any:
             return backward(spec, None, _merged(operands, moving), cotangents)
 
         primals = _moving(operands, directions), cotangents

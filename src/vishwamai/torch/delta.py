@@ -27,7 +27,7 @@ _delta = TorchOperator(
 )
 
 
-def _call(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+def _call(*arguments: object) -> Tensor | tuple[Tensor, Tensor]:
     """The results for the operands and what `describe` takes, the last of it `return_state`."""
     y, state = _delta(*arguments)
     return (y, state) if arguments[-1] else y

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from vishwamai.core.types import PyTree
+
 
 class ShardedCall(NamedTuple):
     """DTensor's question for one call of an operator.
@@ -23,7 +25,7 @@ class ShardedCall(NamedTuple):
     """
 
     schema: Any
-    arguments: dict[str, Any]
+    arguments: dict[str, PyTree]
     tensors: dict[str, Any]
 
 

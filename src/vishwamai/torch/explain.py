@@ -5,7 +5,6 @@ others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from vishwamai.torch.arguments import checked
 
 
 @checked
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(function: Callable[..., object], *args: object, **kwargs: object) -> Explanation:
     """Lists every implementation of every operation in `function`, which one runs and why the others do not; see
     `vishwamai.explain`.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.torch import batching, bridge
 from vishwamai.torch.operator_rules import returned
 from vishwamai.torch.torch_private import only_computes
@@ -54,7 +55,7 @@ class Functions:
         ctx.save_for_backward(*outputs, *tensors)
         ctx.save_for_forward(*outputs, *tensors)
 
-    def _gradient(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+    def _gradient(self, ctx: Any, *cotangents: PyTree) -> tuple[Any, ...]:
         of = self._of
         if not of.gradients:
             return of.backward(ctx, *cotangents)
@@ -65,7 +66,7 @@ class Functions:
         saved = [x if needed else None for x, needed in zip(ctx.saved_tensors, ctx.saved, strict=True)]
         return of._cotangents_of(ctx, cotangents, saved, backward)
 
-    def _tangents(self, ctx: Any, *tangents: Any) -> Any:
+    def _tangents(self, ctx: Any, *tangents: PyTree) -> Any:
         of, results = self._of, len(self._of._results)
         if not of.gradients:
             return of.backward(ctx)
@@ -91,7 +92,7 @@ class Functions:
         ctx.rest = inputs[len(of._backward_fields) : -self._count]
         ctx.save_for_forward(*inputs[:outs], *inputs[-self._count :])
 
-    def _backward_tangents(self, ctx: Any, *tangents: Any) -> Any:
+    def _backward_tangents(self, ctx: Any, *tangents: PyTree) -> Any:
         outs = len(self._of.outputs._fields)
         directions = (*tangents[:outs], *tangents[-self._count :])
         directions = [None if t is None or not t.is_floating_point() else t for t in directions]
@@ -114,7 +115,7 @@ class Functions:
             x, t = (of.kind(*arguments[start:][: self._count]) for start in (0, self._count))
             return of._outputs_tangent(x, t, arguments[2 * self._count :])
 
-        def fake(*arguments: Any) -> Any:
+        def fake(*arguments: object) -> Any:
             keep = (False,) if of.residuals else ()
             shapes = of._fake(*arguments[: self._count], *arguments[2 * self._count :], *keep)
             return returned(shapes[: len(of.outputs._fields)]) if isinstance(shapes, tuple) else shapes
@@ -136,7 +137,7 @@ class Functions:
             options = arguments[2 * size :][: len(of.options)]
             return of._gradients_tangent(*of_outputs, *of_operands, options, of._unwanted(arguments))
 
-        def fake(*arguments: Any) -> Any:
+        def fake(*arguments: object) -> Any:
             absent = (None,) * len(of._results)
             primals = (*arguments[:outs], *absent, *arguments[outs : len(fields)], *arguments[2 * len(fields) :])
             return of._fake_backward(*primals)
@@ -153,7 +154,7 @@ class Functions:
         def forward(*arguments: Any) -> Any:
             return (run if only_computes(arguments[: len(tensors)]) else op)(*arguments)
 
-        def no_derivative(ctx: Any, *directions: Any) -> Any:
+        def no_derivative(ctx: object, *directions: object) -> Any:
             raise UnsupportedError(
                 f"{of.op.name}: torch asks for the derivative of a tangent, which it has not; take second derivatives "
                 "forward over reverse (torch.func.hessian)."

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import torch
 from torch import Tensor
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.spec import array_spec
+from vishwamai.core.types import PyTree
 from vishwamai.ops.matmul.api import MATMUL
 from vishwamai.ops.matmul.batch_layout import make_spec, signature
 from vishwamai.ops.matmul.packed import packed_operands
@@ -70,7 +69,7 @@ _gemm = TorchOperator(
 )
 
 
-def _factor(name: str, x: Any, contracted: int, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Any]:
+def _factor(name: str, x: PyTree, contracted: int, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, PyTree]:
     """(a tensor in place of a QTensor, its scale); one whose scales are of blocks of the contracted axis is dequantized
     to `dtype`.
     """

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vishwamai.core.arrays import fetched
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.moe.api import MOE
 from vishwamai.ops.moe.checks import (
     CLAMPED,
@@ -106,7 +107,7 @@ def grouped_gemm(
     return _grouped_gemm(lhs, rhs, group_sizes, scale, first_row, name, block_k, transpose_rhs)[0]
 
 
-def _local_groups(lhs: Tensor, rhs: Any, group_sizes: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:
+def _local_groups(lhs: Tensor, rhs: AnyArray, group_sizes: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:
     """(the sizes of the groups that `rhs` has matrices for, cut off at the last row; the row where the first begins).
 
     Raises:
@@ -206,11 +207,11 @@ class _Gather(torch.autograd.Function):
         return fetched(x, index)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[AnyArray, ...], output: AnyArray) -> None:
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
+    def backward(ctx: Any, *cotangents: AnyArray) -> PyTree:
         (g,), (back,) = cotangents, ctx.saved_tensors
         gradient = fetched(g.flatten(0, -2), back)
         if back.dim() == 2:
@@ -229,12 +230,12 @@ class _GatherWithTangents(_Gather):
         ctx.save_for_forward(inputs[1])
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, *tangents: PyTree) -> Any:
         (index,) = ctx.saved_tensors
         return fetched(tangents[0], index)
 
 
-def _gathered(x: Tensor, index: Tensor, back: Tensor) -> Any:
+def _gathered(x: Tensor, index: Tensor, back: Tensor) -> AnyArray:
     return (_GatherWithTangents if is_transformed((x,)) else _Gather).apply(x, index, back)
 
 

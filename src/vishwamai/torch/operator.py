@@ -20,16 +20,24 @@ from vishwamai.core import dims
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.signature import op_shape
 from vishwamai.core.spec import ArraySpec, array_spec
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.torch import batching, bridge, definition, sharding
 from vishwamai.torch.functional import Functions
 from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.operator_rules import Declared, returned
 from vishwamai.torch.torch_private import is_transformed, only_computes
 
-_TYPES: dict[Any, str] = {str: "str", bool: "bool", int: "SymInt", float: "float", list: "SymInt[]", tuple: "SymInt[]"}
+_TYPES: dict[object, str] = {
+    str: "str",
+    bool: "bool",
+    int: "SymInt",
+    float: "float",
+    list: "SymInt[]",
+    tuple: "SymInt[]",
+}
 
 
-def _schema_type(hint: Any) -> str:
+def _schema_type(hint: object) -> str:
     absent = type(None) in typing.get_args(hint)
     of = next(member for member in typing.get_args(hint) if member is not type(None)) if absent else hint
     kind = typing.get_origin(of) or of
@@ -64,7 +72,7 @@ class TorchOperator(Declared):
         return f"({', '.join(arguments)}) -> {returns}"
 
     @staticmethod
-    def _custom_op(name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> Any:
+    def _custom_op(name: str, function: Callable[..., object], schema: str, fake: Callable[..., Any]) -> Any:
         # The schema is given, so the function need not have its signature.
         op: Any = torch.library.custom_op(f"vishwamai::{name}", function, mutates_args=(), schema=schema)
         op.register_fake(fake)
@@ -92,7 +100,7 @@ class TorchOperator(Declared):
         gradient, setup = bridge.with_the_calls_config(self._gradient, self._setup)
         self._forward_op.register_autograd(gradient, setup_context=setup)
 
-        def forward(ctx: Any, *arguments: Any) -> Any:
+        def forward(ctx: Any, *arguments: PyTree) -> PyTree:
             results = self._forward(*arguments)
             setup(ctx, arguments, results)
             return results
@@ -107,7 +115,7 @@ class TorchOperator(Declared):
         sharding.RULES[self.name] = functools.partial(self._rule, False)
         sharding.RULES[f"{self.name}_backward"] = functools.partial(self._rule, True)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: PyTree) -> PyTree:
         tensors = arguments[: len(self.kind._fields)]
         transformed = is_transformed(tensors)
         differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -157,7 +165,7 @@ class TorchOperator(Declared):
             operands.append(x)
         return self.kind(*operands)
 
-    def _forward(self, *arguments: Any) -> Any:
+    def _forward(self, *arguments: PyTree) -> PyTree:
         count = len(self.kind._fields)
         tensors, options = self.kind(*arguments[:count]), arguments[count : count + len(self.options)]
         if self.forward is not None:
@@ -187,7 +195,7 @@ class TorchOperator(Declared):
         outputs = zip(self.outputs._fields, texts, strict=False)
         return saved, [None if text is None else n not in self.optional for n, text in outputs]
 
-    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def _setup(self, ctx: Any, inputs: tuple[AnyArray, ...], output: PyTree) -> None:
         count = len(self.kind._fields)
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.options, ctx.total = inputs[count : count + len(self.options)], len(inputs)
@@ -202,8 +210,8 @@ class TorchOperator(Declared):
         tensors = (*outputs, *inputs[:count])
         ctx.save_for_backward(*[x if needed else None for x, needed in zip(tensors, saved, strict=True)])
 
-    def _gradient(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        def backward(*arguments: Any) -> Any:
+    def _gradient(self, ctx: Any, *cotangents: AnyArray) -> tuple[AnyArray, ...]:
+        def backward(*arguments: AnyArray) -> PyTree:
             tensors = arguments[: len(self._backward_fields)]
             direct = not torch.is_grad_enabled() and only_computes(tensors)
             return (self._backward if direct else self._backward_op)(*arguments)
@@ -211,8 +219,8 @@ class TorchOperator(Declared):
         return self._cotangents_of(ctx, cotangents, ctx.saved_tensors, backward)
 
     def _cotangents_of(
-        self, ctx: Any, cotangents: Sequence[Any], saved: Sequence[Any], backward: Callable[..., Any]
-    ) -> tuple[Any, ...]:
+        self, ctx: Any, cotangents: Sequence[PyTree], saved: Sequence[PyTree], backward: Callable[..., Any]
+    ) -> tuple[AnyArray, ...]:
         """The cotangents of the forward operator's arguments; `backward` is called as the backward operator."""
         cotangents = cotangents[: len(self.outputs._fields)]  # only the gradient reads the residuals
         if all(c is None for c in cotangents):
@@ -232,13 +240,13 @@ class TorchOperator(Declared):
         of = [g if need else None for g, need in zip(of, ctx.needs_input_grad, strict=False)]
         return (*of, *(None,) * (ctx.total - len(of)))
 
-    def _no_second_gradient(self, ctx: Any, *cotangents: Any) -> Any:
+    def _no_second_gradient(self, ctx: object, *cotangents: object) -> Any:
         raise UnsupportedError(
             f"{self.op.name}: torch asks for a second derivative, and its kernels have the first only; differentiate "
             "once (create_graph=False), or use JAX's function of the same name, whose gradient JAX differentiates."
         )
 
-    def _backward(self, *arguments: Any) -> Any:
+    def _backward(self, *arguments: AnyArray) -> PyTree:
         cotangents, outputs, residuals, tensors, options = self._parts(arguments)
         unwanted = self._unwanted(arguments)
         if self.backward is not None:
@@ -263,7 +271,7 @@ class TorchOperator(Declared):
         gradients = bridge.backward(plan, operands, self.outputs(*outs), residual_values, self.outputs(*d))
         return self._backward_results(self.unpack(spec, gradients, tensors), tensors, unwanted)
 
-    def _outputs_tangent(self, tensors: Any, tangents: Any, options: Sequence[Any]) -> Any:
+    def _outputs_tangent(self, tensors: Any, tangents: PyTree, options: Sequence[Any]) -> Any:
         """The tangents of the outputs, empty for those that there are not."""
         if self.tangents is not None:
             return returned(list(self.tangents(tensors, tangents, options)))
@@ -273,14 +281,14 @@ class TorchOperator(Declared):
         pairs = zip(directional, prepared.results, strict=False)
         return returned([tensors[0].new_empty(0) if y is None else y.reshape(shape) for y, shape in pairs])
 
-    def _packed_tangents(self, prepared: _Prepared, tensors: Any, tangents: Any) -> Any:
+    def _packed_tangents(self, prepared: _Prepared, tensors: Any, tangents: PyTree) -> Any:
         """Tangents of the caller's tensors in the op's layout, None for tensors without."""
         merged = self.kind(*(x if t is None else t for x, t in zip(tensors, tangents, strict=True)))
         packed = self._packed(prepared, merged)
         return type(packed)(*(None if t is None else p for p, t in zip(packed, tangents, strict=True)))
 
     def _gradients_tangent(
-        self, d: Any, d_tangents: Any, tensors: Any, tangents: Any, options: Sequence[Any], unwanted: set[str]
+        self, d: Any, d_tangents: Any, tensors: Any, tangents: PyTree, options: Sequence[Any], unwanted: set[str]
     ) -> Any:
         """The tangents of what the backward operator returns, for tangents of the outputs' cotangents and of the
         operands.
@@ -290,7 +298,7 @@ class TorchOperator(Declared):
             return self._backward_results(directional, tensors, unwanted)
         prepared = self._prepared(tensors, options)
 
-        def laid(cotangents: Any) -> Any:
+        def laid(cotangents: PyTree) -> Any:
             pairs = zip(cotangents, prepared.op_shapes, strict=False)
             return self.outputs(*(None if c is None or s is None else c.contiguous().view(s) for c, s in pairs))
 
@@ -300,7 +308,7 @@ class TorchOperator(Declared):
         )
         return self._backward_results(self.unpack(prepared.spec, directional, tensors), tensors, unwanted)
 
-    def _backward_results(self, gradients: Any, tensors: Any, unwanted: set[str]) -> Any:
+    def _backward_results(self, gradients: Any, tensors: Any, unwanted: set[str]) -> PyTree:
         """The results of the backward operator, empty for those that there are not."""
 
         def like(name: str) -> Tensor:

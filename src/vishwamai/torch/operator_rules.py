@@ -19,6 +19,7 @@ from vishwamai.core import dims
 from vishwamai.core.op import Op
 from vishwamai.core.shape_checks import laid
 from vishwamai.core.signature import Signature
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.torch import batching, sharding
 
 Call = SimpleNamespace
@@ -75,7 +76,7 @@ class Declared:
     definition: Callable[[Any], Any] | None = None
     dtypes: Callable[[Call], Sequence[torch.dtype]] | None = None
     sizes: Callable[[Call], Mapping[str, Any]] = lambda call: {}
-    residuals: Any = ()
+    residuals: PyTree = ()
     keeps: Callable[[Call], bool] = lambda call: True
     optional: tuple[str, ...] = ()
     pack: Callable[[Any, Any], Any] | None = None
@@ -97,7 +98,7 @@ class Declared:
         first, *parameters = inspect.signature(self.describe).parameters
         self.kind: Any = hints[first]
         """The op's `Operands`."""
-        self.option_types: dict[str, Any] = {}
+        self.option_types: dict[str, object] = {}
         for parameter in parameters:  # a named tuple stands for its fields
             hint = hints[parameter]
             self.option_types |= typing.get_type_hints(hint) if hasattr(hint, "_fields") else {parameter: hint}
@@ -116,14 +117,14 @@ class Declared:
     def _signature(self, call: Any) -> Signature:
         return self.signature if isinstance(self.signature, Signature) else self.signature(call)
 
-    def _call(self, arguments: Sequence[Any]) -> Call:
+    def _call(self, arguments: Sequence[object]) -> Call:
         """The first arguments of the forward operator: operands and options."""
         count = len(self.kind._fields)
         options = dict(zip(self.options, arguments[count:], strict=False))
         options |= {n: read(options[n]) for n, read in self.option_values.items() if n in options}
         return SimpleNamespace(**self._defaults | options, operands=self.kind(*arguments[:count]))
 
-    def _keep(self, arguments: Sequence[Any]) -> bool:
+    def _keep(self, arguments: Sequence[PyTree]) -> bool:
         """Whether a call of the forward operator returns residuals."""
         return bool(self.residuals) and arguments[-1]
 
@@ -146,7 +147,7 @@ class Declared:
             for n, t in results
         ]
 
-    def _fake(self, *arguments: Any) -> Any:
+    def _fake(self, *arguments: object) -> Any:
         call = self._call(arguments)
         shapes = self._shapes(call, call.operands, self._keep(arguments))
         first = call.operands[0]
@@ -154,7 +155,9 @@ class Declared:
         pairs = zip(shapes, dtypes, strict=True)
         return returned([first.new_empty(0) if of is None else first.new_empty(of, dtype=d) for of, d in pairs])
 
-    def _parts(self, arguments: Sequence[Any]) -> tuple[Any, list[Any], list[Any], Any, Sequence[Any]]:
+    def _parts(
+        self, arguments: Sequence[PyTree]
+    ) -> tuple[PyTree, list[PyTree], list[PyTree], PyTree, Sequence[PyTree]]:
         """The backward operator's arguments: cotangents, outputs, residuals, operands (with the stand-ins of those that
         are not saved), options.
         """
@@ -167,7 +170,7 @@ class Declared:
         cotangents = self.outputs(*arguments[:outs])
         return cotangents, results[:outs], results[outs:], self.kind(**operands | absent), options
 
-    def _unwanted(self, arguments: Sequence[Any]) -> set[str]:
+    def _unwanted(self, arguments: Sequence[PyTree]) -> set[str]:
         """The lazy gradients that a call of the backward operator does without."""
         flags = arguments[len(arguments) - len(self.lazy) :]
         return {n for n, flag in zip(self.lazy, flags, strict=True) if not flag}
@@ -220,12 +223,12 @@ class Declared:
         )
 
 
-def _grouped(describe: Callable[..., Any], count: int, group: Any, operands: Any, *options: Any) -> Any:
+def _grouped(describe: Callable[..., Any], count: int, group: Any, operands: PyTree, *options: Any) -> Any:
     """`describe` with the fields of its last option, a named tuple, as options of their own."""
     return describe(operands, *options[:count], group._make(options[count:]))
 
 
-def returned(results: Sequence[Tensor | None]) -> Any:
+def returned(results: Sequence[Tensor | None]) -> PyTree:
     """Results as an operator returns them: a tensor where there is one, else a tuple. None is a view: autograd lets no
     view that an operator returns be changed in place.
     """
@@ -236,7 +239,7 @@ def returned(results: Sequence[Tensor | None]) -> Any:
 def _sizes(texts: Iterable[str], tensors: Iterable[Any]) -> dict[str, Any]:
     """The size of every word's own axis, without what "+1" adds; of a `*name` all of them."""
     sizes: dict[str, Any] = {}
-    shared: dict[str, Any] = {}
+    shared: dict[str, object] = {}
     for text, x in zip(texts, tensors, strict=True):
         fixed, variadic, lead = ([], None, ()) if x is None else laid(text, x.shape)
         for dim, _, size in fixed:
@@ -254,5 +257,5 @@ def _shape(text: str, sizes: Mapping[str, Any]) -> list[Any]:
     return [size for dim, extent in extents for size in (extent if dim.variadic else (extent + dim.more,))]
 
 
-def _floating(x: Any) -> bool:
+def _floating(x: AnyArray) -> bool:
     return (x.dtype if isinstance(x, Tensor) else x.tensor_meta.dtype).is_floating_point

@@ -11,6 +11,7 @@ from vishwamai.core import dims
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.signature import Signature
 from vishwamai.core.spec import array_spec
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.matmul import packed_weight
 from vishwamai.ops.matmul.packed import PACKED, Operands, describe_packed
 from vishwamai.ops.matmul.spec import Outputs, resolve_out_dtype
@@ -46,7 +47,7 @@ class PackedWeight(packed_weight.PackedWeight):
 
     data: Any
 
-    def unpack(self) -> Any:
+    def unpack(self) -> AnyArray:
         """The weight as it was, bit for bit."""
         return bridge.on_cpu(
             lambda x: packed_weight.PackedWeight(x, self.shape, self.dtype, self.isa).unpack(), self.data
@@ -78,7 +79,7 @@ def pack_weight(weight: Tensor, *, transpose: bool = False, isa: str | None = No
         raise UnsupportedError(f"pack_weight: `weight` is on {weight.device}; pass it to `gemm` there as it is.")
     how: list[packed_weight.PackedWeight] = []
 
-    def pack(x: Any) -> Any:
+    def pack(x: AnyArray) -> AnyArray:
         how.append(packed_weight.pack_weight(x, transpose=transpose, isa=isa))
         return how[0].data
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.paged_attention import checks
 from vishwamai.ops.paged_attention.api import PAGED_ATTENTION
 from vishwamai.ops.paged_attention.checks import (
@@ -33,7 +34,7 @@ from vishwamai.torch.value_checks import check_values
 _NAME = "ragged_paged_attention"
 
 
-def pools(name: str, kv_pages: Any) -> tuple[Tensor, Tensor | None, Any]:
+def pools(name: str, kv_pages: AnyArray) -> tuple[Tensor, Tensor | None, Any]:
     """(k_pages, v_pages or None, form)."""
     k_pages, v_pages, form = page_pools(name, kv_pages)
     for pool in (k_pages, v_pages):
@@ -97,7 +98,7 @@ def check_tables(
         check_values(check, *(x for x in tables if x is not None))
 
 
-def count(name: str, num_seqs: Any, like: Tensor) -> Tensor | None:
+def count(name: str, num_seqs: AnyArray, like: Tensor) -> Tensor | None:
     """`[1]` int32 of how many sequences of `kv_lens`, which is `like`, count; None where all do."""
     if isinstance(num_seqs, int):
         check_num_seqs(name, num_seqs, like.numel())

@@ -14,6 +14,7 @@ from torch import Tensor
 from vishwamai.core import qtensor
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import FORMATS, format_name
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.quantization.api import check_quantize
 from vishwamai.ops.quantization.rounding import grouped, rounded
 from vishwamai.torch import bridge
@@ -32,7 +33,7 @@ class QTensor(qtensor.QTensor):
     def dtype(self) -> Any:
         return self.values.dtype
 
-    def dequantize(self, dtype: Any = None) -> Any:
+    def dequantize(self, dtype: Any = None) -> AnyArray:
         """`values * scales`, rounded once to `dtype`."""
         scales = self.scales
         if scales.dtype == torch.uint8:  # the bits of e8m0
@@ -102,7 +103,7 @@ def _rounded(
 
 
 def _rounded_fake(
-    x: Tensor, noise: Any, name: str, axis: int | None, block_size: int | None, scale: str, percentile: float
+    x: Tensor, noise: object, name: str, axis: int | None, block_size: int | None, scale: str, percentile: float
 ) -> tuple[Tensor, Tensor]:
     shape = [] if axis is None else list(x.shape)
     if axis is not None:

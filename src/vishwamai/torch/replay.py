@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vishwamai.core import gpu
+from vishwamai.core.types import AnyArray
 from vishwamai.torch.launch import MOST
 
 
@@ -71,7 +72,7 @@ class _OnlyViews(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _flat(x: Any, tensors: list[Tensor]) -> Any:
+def _flat(x: AnyArray, tensors: list[Tensor]) -> Any:
     """What is hashable of nested tuples of tensors and options; appends the tensors."""
     if isinstance(x, Tensor):
         tensors.append(x)
@@ -81,7 +82,7 @@ def _flat(x: Any, tensors: list[Tensor]) -> Any:
     return x
 
 
-def _mapped(x: Any, of: type, function: Callable[[Any], Any]) -> Any:
+def _mapped(x: AnyArray, of: type, function: Callable[[Any], Any]) -> Any:
     """Nested tuples with `function` applied to what is of a type."""
     if isinstance(x, of):
         return function(x)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vishwamai.core.types import AnyArray
 from vishwamai.torch import dtensor_private
 
 Dims = tuple[str | None, ...]
@@ -159,7 +160,7 @@ def register_sharding() -> None:
         dtensor_private.register_strategy(operator, functools.partial(_strategy, rule))
 
 
-def is_dtensor(x: Any) -> bool:
+def is_dtensor(x: AnyArray) -> bool:
     """Whether a tensor is spread over a mesh; it imports nothing."""
     return hasattr(x, "device_mesh")
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from vishwamai.core.types import AnyArray, PyTree
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -17,7 +19,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_mapped = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def only_computes(tensors: Iterable[Any]) -> bool:
+def only_computes(tensors: Iterable[AnyArray]) -> bool:
     """Whether an operator on these tensors would reach its kernel unseen: torch neither compiles nor traces nor maps,
     no dispatch mode is in force, and no tensor is of a class of its own.
     """
@@ -28,14 +30,14 @@ def only_computes(tensors: Iterable[Any]) -> bool:
     return all(x is None or (type(x) in _PLAIN and not _is_mapped(x) and not x.is_meta) for x in tensors)
 
 
-def is_transformed(tensors: Iterable[Any]) -> bool:
+def is_transformed(tensors: Iterable[PyTree]) -> bool:
     """Whether a transform of `torch.func` is in force, or a tensor has a tangent."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None or has_tangent(tensors)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def has_tangent(tensors: Iterable[Any]) -> bool:
+def has_tangent(tensors: Iterable[PyTree]) -> bool:
     """Whether forward mode differentiates one of the tensors."""
     if forward_ad._current_level < 0:
         return False

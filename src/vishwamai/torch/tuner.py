@@ -34,7 +34,7 @@ MARGIN = 0.98
 """A config has to take less than this share of the best one's time to replace it: less is within the noise."""
 
 Passes = Literal["forward", "backward", "both"]
-Timer = Callable[[Callable[[], Any]], float]
+Timer = Callable[[Callable[[], object]], float]
 """`timer(run) -> seconds` of one call."""
 
 
@@ -68,7 +68,7 @@ def gpu_timer(rounds: int = 20) -> Timer:
     """A timer by CUDA events: the median of `rounds` calls, each after a write that empties the L2 cache."""
     sample = gpu_sampler()
 
-    def seconds(run: Callable[[], Any]) -> float:
+    def seconds(run: Callable[[], object]) -> float:
         for _ in range(3):
             run()
         return statistics.median(sample(run, 1) for _ in range(rounds))
@@ -83,7 +83,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _tensors(results: Any) -> list[Tensor]:
+def _tensors(results: object) -> list[Tensor]:
     return [x.detach().clone() for x in jax.tree.leaves(results) if isinstance(x, Tensor)]
 
 

@@ -21,6 +21,7 @@ from vishwamai.core.op import CallPlan
 from vishwamai.core.signature import Signature, array_specs
 from vishwamai.core.signature import described as remembered
 from vishwamai.core.spec import ArraySpec, array_spec
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.api import ATTENTION
 from vishwamai.ops.attention.gpu_memory import Packed, Placement
 from vishwamai.ops.attention.gpu_tiles import AttentionGpuConfig
@@ -42,14 +43,14 @@ from vishwamai.torch.operator import TorchOperator
 class Tensors(NamedTuple):
     """What the operator takes."""
 
-    query: Annotated[Any, "total_q heads qk_dim"]
-    key: Annotated[Any, "total_k heads/ qk_dim"]
-    value: Annotated[Any, "total_k heads/ v_dim"]
-    sinks: Annotated[Any, "heads", "optional"]
-    dropout_seed: Annotated[Any, "sequences heads _", "optional"]
-    slopes: Annotated[Any, "heads", "optional"]
-    cu_seqlens_q: Annotated[Any, "starts"]
-    cu_seqlens_k: Annotated[Any, "starts"]
+    query: Annotated[AnyArray, "total_q heads qk_dim"]
+    key: Annotated[AnyArray, "total_k heads/ qk_dim"]
+    value: Annotated[AnyArray, "total_k heads/ v_dim"]
+    sinks: Annotated[AnyArray, "heads", "optional"]
+    dropout_seed: Annotated[AnyArray, "sequences heads _", "optional"]
+    slopes: Annotated[AnyArray, "heads", "optional"]
+    cu_seqlens_q: Annotated[AnyArray, "starts"]
+    cu_seqlens_k: Annotated[AnyArray, "starts"]
 
 
 _SIGNATURE = Signature(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import AnyArray, PyTree
 
 
 class Moments(NamedTuple):
@@ -74,7 +74,7 @@ def scale_by_adam(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def bias(b1: float, b2: float, count: Any) -> tuple[Any, Any]:
+def bias(b1: float, b2: float, count: AnyArray) -> tuple[AnyArray, AnyArray]:
     """What both moments are divided by after `count` steps, because they start at 0."""
     return 1 - jnp.asarray(b1, jnp.float32) ** count, 1 - jnp.asarray(b2, jnp.float32) ** count
 
@@ -92,12 +92,12 @@ def _direction(good: Any, mu: Any, nu: Any, first: Any, second: Any, eps: float)
     return jnp.where(good, direction, jnp.zeros_like(direction))
 
 
-def kept_where(good: Any, new: PyTree, old: PyTree) -> PyTree:
+def kept_where(good: AnyArray, new: PyTree, old: PyTree) -> PyTree:
     """What a step leaves: `new` where it is good, else `old`. `Moments` are guarded by their own rule and are taken
     as they are.
     """
 
-    def keep(a: Any, b: Any) -> Any:
+    def keep(a: AnyArray, b: AnyArray) -> AnyArray:
         return a if isinstance(a, Moments) else jnp.where(good, a, b)
 
     return jax.tree.map(keep, new, old, is_leaf=lambda x: isinstance(x, Moments))

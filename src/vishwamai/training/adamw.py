@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from vishwamai.core import ffi, sharding
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.training.adam import Moments, bias, kept_where, scale_by_adam
 from vishwamai.training.config import OptimizerSection
 
@@ -48,14 +48,18 @@ def adamw(
     b1, b2, eps = section.b1, section.b2, section.eps
     chain = optax.chain(scale_by_adam(b1, b2, eps, mu_dtype=jnp.dtype(section.moment_dtype)), grouped, rate)
 
-    def one_pass(gradients: PyTree, params: PyTree, state: Any, clip: Any, good: Any) -> tuple[PyTree, PyTree]:
+    def one_pass(
+        gradients: PyTree, params: PyTree, state: Any, clip: AnyArray, good: AnyArray
+    ) -> tuple[PyTree, PyTree]:
         moments, no_state, steps = state
         count = optax.safe_increment(moments.count)
         factor_of_all, after = rate.update(jnp.ones((), jnp.float32), steps)
         corrections = (1 / x for x in bias(b1, b2, count))
         numbers = jnp.stack([jnp.asarray(x, jnp.float32) for x in (clip, *corrections, factor_of_all)])
 
-        def update_parameter(g: Any, p: Any, mu: Any, nu: Any, decay: float, factor: float) -> Any:
+        def update_parameter(
+            g: AnyArray, p: AnyArray, mu: AnyArray, nu: AnyArray, decay: float, factor: float
+        ) -> PyTree:
             if not p.size:
                 return p, mu, nu
             dims = tuple(f"axis__{i}" for i in range(p.ndim))
@@ -63,7 +67,7 @@ def adamw(
             options: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "decay": decay, "factor": factor}
             attributes: dict[str, Any] = {name: np.float64(value) for name, value in options.items()}
 
-            def call(*arrays: Any) -> tuple[Any, ...]:
+            def call(*arrays: AnyArray) -> tuple[AnyArray, ...]:
                 results = tuple(ffi.result(x.shape, x.dtype) for x in arrays[1:4])
                 return tuple(ffi.call(_HANDLER, results, *arrays, aliases={1: 0, 2: 1, 3: 2}, **attributes))
 

@@ -73,7 +73,7 @@ class TrainingTemplate:
         return cls(ChatTemplate(read_template(path), str(path)), special)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, object]] | None = None
     ) -> tuple[str, list[Span]]:
         """The text of a chat, and the spans (begin, end) of the assistant's turns, without the prompts before them.
 

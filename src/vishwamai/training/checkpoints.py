@@ -204,7 +204,7 @@ class Checkpoints:
         """The newest complete step, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
+    def save(self, step: int, state: TrainState, data: dict[str, object]) -> None:
         """Begins to write a checkpoint; an error of the one before, such as a full disk, is raised here or at the end.
 
         Raises:

@@ -89,7 +89,7 @@ def files_next_to_weights(config: TrainConfig, tokenizer: Tokenizer, data: Path)
       ShapeError: a file that is kept is damaged.
     """
     start = config.model.start_from
-    sampling: dict[str, Any] = {}
+    sampling: dict[str, object] = {}
     if start is not None and (Path(start) / "generation_config.json").is_file():
         sampling = read_json(Path(start) / "generation_config.json")
     before = read_generation_config(start).eos_token_ids if start is not None else ()

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 import vishwamai
 from vishwamai.core.numbers import human
+from vishwamai.core.types import PyTree
 from vishwamai.measure.measurement import program_bytes
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.data import Corpus
@@ -76,7 +77,7 @@ class RunFacts:
 def run_facts(
     config: TrainConfig,
     corpus: Corpus,
-    state: Any,
+    state: PyTree,
     frozen: Any,
     compiled: Any,
     flops_per_token: float,
@@ -117,7 +118,7 @@ def run_facts(
     )
 
 
-def _count(tree: Any) -> int:
+def _count(tree: object) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 

@@ -163,7 +163,7 @@ class FP8Optimizer:
         """The parameters and the scales as one tree, to differentiate by."""
         return params | {SCALES: state.scales} if state.scales else params
 
-    def value_and_grad(self, loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, PyTree]]:
+    def value_and_grad(self, loss: Callable[..., object], has_aux: bool = False) -> Callable[..., tuple[Any, PyTree]]:
         """`jax.value_and_grad` of a loss whose products with the targets are those of 8-bit floats.
 
         Args:
@@ -208,7 +208,7 @@ def attach(trained: PyTree, recipe: Recipe, is_target: Callable[[str], bool]) ->
     params = dict(trained)
     scales = params.pop(SCALES, {})
 
-    def weight(name: str, leaf: Any) -> Any:
+    def weight(name: str, leaf: PyTree) -> Any:
         return FP8Weight(leaf, scales.get(name, {}), recipe) if is_target(name) else leaf
 
     return jax.tree.map(weight, path_names(params), params)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import vishwamai
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.core.weight import WrappedWeight
 
 Scaling = Literal["delayed", "current", "block"]
@@ -61,7 +62,7 @@ class FP8Weight(WrappedWeight):
         form = _Form(self.recipe, x.dtype, self.weight.dtype, jnp.dtype(out_dtype))
         return _product(form, x, self.weight, self.scales)
 
-    def grouped(self, x: Any, group_sizes: Any) -> Any:
+    def grouped(self, x: Any, group_sizes: AnyArray) -> Any:
         form = _Form(self.recipe, x.dtype, self.weight.dtype, x.dtype)
         return _grouped(form, x, self.weight, self.scales, group_sizes)
 
@@ -124,7 +125,7 @@ def _product_forward(form: _Form, x: Any, weight: Any, scales: dict[str, Any]) -
     return out, (a, b, scales.get("gradient"))
 
 
-def _product_backward(form: _Form, saved: Any, g: Any) -> tuple[Any, Any, dict[str, Any]]:
+def _product_backward(form: _Form, saved: PyTree, g: Any) -> tuple[Any, Any, dict[str, Any]]:
     if form.recipe.scaling == "block":
         x, weight = saved
         dx = vishwamai.gemm(_blocks(g, -1), _blocks(weight, -1), transpose_b=True, out_dtype=form.input)
@@ -174,7 +175,7 @@ def _stored(narrow: _Narrow) -> _Narrow:
     return narrow._replace(values=narrow.values.astype(E4M3))
 
 
-def _grouped_backward(form: _Form, saved: Any, g: Any) -> tuple[Any, Any, dict[str, Any], None]:
+def _grouped_backward(form: _Form, saved: PyTree, g: Any) -> tuple[Any, Any, dict[str, Any], None]:
     a, b, scale, sizes = saved
     block = form.recipe.scaling == "block"
     c = _rounded(form.recipe, g, scale, E5M2, -1)

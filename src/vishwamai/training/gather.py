@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from vishwamai.core.qtensor import QTensor, bits
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.parallel.in_order import among_processes
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.fp8 import SCALES
@@ -48,7 +48,9 @@ def gathered(x: Any, axis: int, over: str) -> Any:
     values = _gathered(x.values, axis, over)
     size = values.shape[axis]
     if axis == x.axis:
-        size = 1 if x.block_size is None else -(-size // x.block_size)
+        size = (
+            1 if x.block_size is None else -(-size // x.block_size)
+        )  # number of scales of the whole array along its quantized axis
     scales = x.scales if x.scales.shape[axis] == size else _gathered(x.scales, axis, over)
     return dataclasses.replace(x, values=values, scales=scales)
 
@@ -162,7 +164,7 @@ def by_part(layout: Layout, compute: Callable[..., PyTree]) -> Callable[..., PyT
     return call
 
 
-def by_row(layout: Layout, compute: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
+def by_row(layout: Layout, compute: Callable[..., object], params: PyTree) -> Callable[..., Any]:
     """`compute(params, batch)` to arrays `[rows, ...]` of each device's rows, as one function of all rows."""
     if layout.mesh is None:
         return compute
@@ -271,7 +273,7 @@ def keeps_narrow(config: TrainConfig, sizes: Mapping[str, int]) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _rounded_whole(x: Any, gradient: Any, axis: int | None, sums: Any, dtype: Any) -> Any:
+def _rounded_whole(x: Any, gradient: AnyArray, axis: int | None, sums: AnyArray, dtype: Any) -> Any:
     """The parts of `x` in bfloat16, gathered along an axis where it is given.
 
     Args:
@@ -288,6 +290,7 @@ def _forward(x: Any, gradient: Any, axis: int | None, sums: Any, dtype: Any) -> 
 
 def _backward(axis: int | None, sums: Any, dtype: Any, _: None, g: Any) -> tuple[None, Any]:
     if axis is not None:
+        # The transpose of the gather: each device adds up and keeps its own part.
         g = jax.lax.psum_scatter(g.astype(sums), "fsdp", scatter_dimension=axis + g.ndim, tiled=True)
     return None, g.astype(dtype)
 
@@ -301,6 +304,7 @@ def to_bfloat16(x: Any) -> Any:
     XLA takes a conversion out of the loop over layers, and then keeps the parts of all layers in both dtypes: 0.8 GiB
     of Llama 3 8B on each of 16 devices. It leaves bits where they are.
     """
+    # reduce_precision rounds to nearest even, so the low 16 bits are zero and are cut off.
     high = jax.lax.bitcast_convert_type(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7), jnp.uint32) >> 16
     narrow = jax.lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isnan(x), jnp.nan, narrow)  # the upper half of a NaN can be that of an infinity

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import vishwamai
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import head_matrix, in_dtype
 from vishwamai.models.config import ModelConfig
@@ -16,8 +17,8 @@ from vishwamai.training.packing import IGNORED
 
 
 def head_operands(
-    config: ModelConfig, arrays: Mapping[str, Any], hidden: Any, axes: MeshAxes = ONE_DEVICE
-) -> tuple[Any, Any]:
+    config: ModelConfig, arrays: Mapping[str, PyTree], hidden: AnyArray, axes: MeshAxes = ONE_DEVICE
+) -> tuple[AnyArray, AnyArray]:
     """Hidden states `[batch, seq, features]` after the last norm and the head `[vocab, features]`, whose product are
     the logits: a bias of the head is its last column, and the last feature is then 1.
 
@@ -40,8 +41,8 @@ def head_operands(
 
 
 def cross_entropy(
-    config: ModelConfig, hidden: Any, head: Any, labels: Any, axes: MeshAxes = ONE_DEVICE, **options: Any
-) -> Any:
+    config: ModelConfig, hidden: AnyArray, head: AnyArray, labels: AnyArray, axes: MeshAxes = ONE_DEVICE, **options: Any
+) -> AnyArray:
     """`linear_cross_entropy` of hidden states `[batch, seq, hidden]` after the last norm; the head is multiplied in
     their dtype, as it is for logits.
 

@@ -73,7 +73,7 @@ class TrainingJob:
     def _evaluate(self) -> Any:
         return jax.jit(_traced(self.config, self.program.evaluation()))
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, PyTree]]:
         """The next state, and scalars of the step by name. It takes the memory of `state`."""
         return self.jitted_step(state, batch, self.frozen)
 
@@ -202,7 +202,7 @@ def _fitting_policy(program: TrainingProgram, corpus: Corpus, state: TrainState,
 def _traced(config: TrainConfig, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with the kernels that the configuration asks for, traced for these devices alone."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: PyTree) -> PyTree:
         with config.optimization.kernels(), only_for(local_platform()):
             return function(*args)
 

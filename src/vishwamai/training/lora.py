@@ -113,7 +113,7 @@ def takes_adapter(name: str, axes: int) -> bool:
     return axes >= 2 and not is_bias(name)
 
 
-def attach(section: LoraSection, params: PyTree, adapters: dict[str, dict[str, Any]]) -> PyTree:
+def attach(section: LoraSection, params: PyTree, adapters: dict[str, dict[str, object]]) -> PyTree:
     """The parameters with an `Adapted` in place of each adapted weight."""
     scale = section.alpha / section.rank
 
@@ -123,7 +123,7 @@ def attach(section: LoraSection, params: PyTree, adapters: dict[str, dict[str, A
     return jax.tree.map(adapt, path_names_of_weights(params), params)
 
 
-def merge_adapters(tree: PyTree, gather: Callable[[str, Any], Any] = lambda _, x: x) -> PyTree:
+def merge_adapters(tree: PyTree, gather: Callable[[str, object], object] = lambda _, x: x) -> PyTree:
     """Plain arrays in place of each `Adapted`, and of each quantized weight.
 
     Args:
@@ -132,7 +132,7 @@ def merge_adapters(tree: PyTree, gather: Callable[[str, Any], Any] = lambda _, x
         `gather.gather_parameter`.
     """
 
-    def merge(path: Any, leaf: Any) -> Any:
+    def merge(path: Any, leaf: PyTree) -> Any:
         name = parameter_name(path)
         if isinstance(leaf, Adapted):
             thin = {part: gather(f"{name}/{part}", getattr(leaf, part)) for part in ADAPTER_RANKS}
@@ -148,5 +148,5 @@ def path_names_of_weights(params: PyTree) -> PyTree:
     return path_names(jax.tree.map(lambda _: 0, params, is_leaf=_is_weight))
 
 
-def _is_weight(leaf: Any) -> bool:
+def _is_weight(leaf: PyTree) -> bool:
     return isinstance(leaf, QTensor | Adapted)

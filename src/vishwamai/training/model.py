@@ -68,7 +68,7 @@ class ModelParts:
 
     def checkpoint_policy(self, policy: str) -> Any:
         """What the backward pass keeps under a policy of `remat`, as `jax.checkpoint` takes it."""
-        policies: list[Any] = []
+        policies: list[object] = []
         jax.eval_shape(lambda params: policies.append(checkpoint_policy(self.merge(params), policy)), self.params)
         return policies[0]
 
@@ -104,7 +104,7 @@ def with_local_model(config: TrainConfig, weights: bool = True) -> TrainConfig:
     )
 
 
-def model_config(config: TrainConfig, vocab: int | None = None, **defaults: Any) -> ModelConfig:
+def model_config(config: TrainConfig, vocab: int | None = None, **defaults: object) -> ModelConfig:
     """The model that a configuration trains, without its weights.
 
     Args:

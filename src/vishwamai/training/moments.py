@@ -72,7 +72,7 @@ def scale_by_adam_8bit(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _is_stored(leaf: Any) -> bool:
+def _is_stored(leaf: PyTree) -> bool:
     return isinstance(leaf, QTensor)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from vishwamai.core.errors import ConfigError
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.training.adamw import adamw
 from vishwamai.training.config import OptimizerSection
 from vishwamai.training.moments import scale_by_adam_8bit
@@ -198,8 +198,8 @@ def _matrices(ranks: Mapping[str, int] | None, params: PyTree) -> PyTree:
 def _grouped(decay: PyTree, factor: PyTree) -> optax.GradientTransformation:
     """Updates plus `decay` times the parameters, times `factor`; both are Python floats by parameter."""
 
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        def scale(u: Any, p: Any, decay: float, factor: float) -> Any:
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        def scale(u: AnyArray, p: AnyArray, decay: float, factor: float) -> AnyArray:
             return factor * (u + decay * p.astype(u.dtype)) if factor else jnp.zeros_like(u)
 
         return jax.tree.map(scale, updates, params, decay, factor), state

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core import caches
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import ModelConfig
 from vishwamai.training.data import Batch, Corpus, PackedRows
@@ -26,8 +27,8 @@ from vishwamai.training.tokens import as_npy
 
 
 def answer_logprobs(
-    config: ModelConfig, head: Any, hidden: Any, batch: dict[str, Any], axes: MeshAxes = ONE_DEVICE
-) -> Any:
+    config: ModelConfig, head: AnyArray, hidden: AnyArray, batch: dict[str, PyTree], axes: MeshAxes = ONE_DEVICE
+) -> AnyArray:
     """The log-probability of each answer, the sum over its tokens: float32 `[rows, 2]`.
 
     Args:
@@ -62,7 +63,7 @@ def preference_loss(logprobs: Any, reference: Any, beta: float) -> tuple[Any, di
 
 
 def with_reference(
-    corpus: Corpus, score: Callable[[Batch], Any], layout: Layout, batch_size: int, folder: Path
+    corpus: Corpus, score: Callable[[Batch], object], layout: Layout, batch_size: int, folder: Path
 ) -> Corpus:
     """The corpus with what the reference thinks of every pair, computed once into `folder`. Every process calls it, and
     process 0 writes.

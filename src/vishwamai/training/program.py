@@ -269,7 +269,7 @@ def make_loss(
         parts.graph, parts.rest, config.loss, policy_function, gather, attach_scales, axes, config.dpo.beta
     )
 
-    def loss(params: PyTree, batch: PyTree, frozen: PyTree = None) -> tuple[Any, dict[str, Any]]:
+    def loss(params: PyTree, batch: PyTree, frozen: PyTree = None) -> tuple[PyTree, dict[str, PyTree]]:
         return full(params if frozen is None else attach(config.lora, frozen, params), batch)
 
     return loss
@@ -283,13 +283,13 @@ def make_step(
     Args: as of `train_step`; `loss` of `make_loss`.
     """
     rounded = rounding(config, layout)
-    accumulate: Callable[..., Any] | None = None
+    accumulate: Callable[..., object] | None = None
     if isinstance(loss, PipelinedLoss):
         accumulate = pipelined
     elif rounded is not None:
         accumulate = functools.partial(accumulated, summed=functools.partial(summed, layout), places=rounded.places)
 
-    def step(state: TrainState, batch: PyTree, frozen: PyTree = None) -> tuple[TrainState, dict[str, Any]]:
+    def step(state: TrainState, batch: PyTree, frozen: PyTree = None) -> tuple[TrainState, dict[str, PyTree]]:
         options = {"loss": loss, "accumulate": accumulate, "frozen": frozen}
         with config.optimization.kernels():
             return train_step(state, batch, **options, optimizer=optimizer, config=config, layout=layout)

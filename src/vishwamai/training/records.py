@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from vishwamai.core.types import PyTree
 from vishwamai.training.tracking import Tracker
 
 
@@ -167,7 +168,7 @@ class StepMeter:
         self.steps += 1
         self.seconds += time.perf_counter() - started
 
-    def record(self, scalars: dict[str, Any], learning_rate: float, evaluation_loss: float | None) -> Record:
+    def record(self, scalars: dict[str, PyTree], learning_rate: float, evaluation_loss: float | None) -> Record:
         """The record of the last step.
 
         Args:
@@ -200,7 +201,7 @@ class StepMeter:
 
 def peak_memory() -> int:
     """Peak bytes of the fullest device of this process, or on the CPU of the process itself."""
-    stats: list[dict[str, Any]] = [device.memory_stats() or {} for device in jax.local_devices()]
+    stats: list[dict[str, PyTree]] = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max(stat.get("peak_bytes_in_use", 0) for stat in stats)
     if peak:
         return int(peak)

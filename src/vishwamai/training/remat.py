@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from vishwamai.core import observe
 from vishwamai.core.errors import ConfigError
+from vishwamai.core.types import AnyArray
 from vishwamai.models import Decoder
 
 POLICIES = {
@@ -114,7 +115,7 @@ def fitting_policy(limit: int, needs: Callable[[str], int]) -> str:
     )
 
 
-def checkpointed(model: Decoder, policy: Any, gather: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+def checkpointed(model: Decoder, policy: object, gather: Callable[[Any], object] | None = None) -> Callable[..., Any]:
     """The model's forward pass, `Decoder.with_load`, with a policy of `checkpoint_policy`.
 
     Args:
@@ -131,7 +132,7 @@ def layer_wrapper(policy: Any, gather: Callable[[Any], Any] | None) -> Callable[
     """What `Decoder.__call__` takes as `wrap_layer`; the arguments are those of `checkpointed`."""
 
     def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-        def gathered(carry: Any, pages: Any, group: Any, index: Any) -> Any:
+        def gathered(carry: AnyArray, pages: AnyArray, group: Any, index: Any) -> Any:
             return run(carry, pages, group if gather is None else gather(group), index)
 
         def joined(carry: tuple[Any, Any, Any], pages: Any, group: Any, index: Any) -> Any:

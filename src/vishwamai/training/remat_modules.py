@@ -14,6 +14,7 @@ import jax
 from flax import linen, nnx
 
 from vishwamai.core.errors import ConfigError
+from vishwamai.core.types import PyTree
 
 if TYPE_CHECKING:
     Path = tuple[Any, ...]
@@ -136,9 +137,9 @@ def _checkpointed_linen(kind: Any, policy: str) -> Any:
     return type(kind)(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
 
 
-def _linen_blocks(params: Mapping[str, Any]) -> tuple[Path, ...]:
+def _linen_blocks(params: Mapping[str, PyTree]) -> tuple[Path, ...]:
     """Paths of the blocks, by the parameters; none before there are any."""
-    siblings: dict[Path, Any] = {}
+    siblings: dict[Path, object] = {}
 
     def walk(path: Path, node: Any) -> None:
         for name, child in node.items():

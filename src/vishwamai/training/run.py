@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from vishwamai.core.errors import ConfigError, DeviceError
 from vishwamai.core.host_memory import give_back
+from vishwamai.core.types import PyTree
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
 from vishwamai.models.remote import remote_path, send
@@ -179,7 +180,7 @@ def _restorable(config: TrainConfig, folder: Path) -> None:
         fetch_newest(config.checkpoint.remote, folder / "checkpoints")
 
 
-def exported_params(state: TrainState) -> Any:
+def exported_params(state: TrainState) -> PyTree:
     """The parameters that a run evaluates and exports: their moving average where there is one."""
     return state.params if state.average is None else state.average
 

@@ -195,7 +195,7 @@ def batch_spec(name: str) -> PartitionSpec:
     return PartitionSpec(ROWS) if name == REFERENCE else PartitionSpec(ROWS, "sequence")
 
 
-def batch_specs(batch: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+def batch_specs(batch: Mapping[str, PyTree]) -> dict[str, PartitionSpec]:
     """The same for each array."""
     return {name: batch_spec(name) for name in batch}
 
@@ -224,7 +224,7 @@ def split_axis(axes: Mapping[str, int], name: str) -> int | None:
     return axis if not part or axis in ADAPTER_AXES.get(part, ()) else None
 
 
-def is_quantized(leaf: Any) -> bool:
+def is_quantized(leaf: PyTree) -> bool:
     return isinstance(leaf, QTensor)
 
 

@@ -54,7 +54,7 @@ class Pair:
 Place = tuple[str, int]
 """A file, and a line or row of it; 0 for the whole file."""
 
-Read = Callable[[Any, Place], "Document | Pair | Bad"]
+Read = Callable[[object, Place], "Document | Pair | Bad"]
 """A record of a file and its place, to its content."""
 
 _SUFFIXES = {
@@ -332,7 +332,7 @@ def _row(batch: Any, index: int) -> Any:
         return _Unreadable(f"not UTF-8: byte {error.start} of a column")
 
 
-def _document(record: Any, place: Place, column: str, tools: str) -> Document | Bad:
+def _document(record: object, place: Place, column: str, tools: str) -> Document | Bad:
     if not isinstance(record, dict) or column not in record:
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         return Bad(*place, f"no column {column!r}; it has {keys}")

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 from vishwamai.core.execute import by_platform
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.models import Decoder
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import ModelConfig
@@ -43,7 +43,7 @@ class LossScale(NamedTuple):
     factor: Any
     steps: Any
 
-    def after(self, overflow: Any) -> LossScale:
+    def after(self, overflow: AnyArray) -> LossScale:
         """Half the factor where gradients have overflowed, twice the factor after `_GROWS_AFTER` steps without."""
         steps = jnp.where(overflow, 0, self.steps + 1)
         grows = steps == _GROWS_AFTER
@@ -157,7 +157,7 @@ def model_loss(
 
     section = LossSection() if section is None else section
 
-    def loss(params: PyTree, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def loss(params: PyTree, batch: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
         model, hidden, loads = run_model(graph, rest, params, batch, policy, gather, attach, axes)
         hidden, head = head_operands(model.config, model.top_arrays(), hidden, axes)
         total, sums = head_loss(model.config, section, beta, hidden, head, batch, axes)
@@ -177,11 +177,11 @@ def head_loss(
     config: ModelConfig,
     section: LossSection,
     beta: float,
-    hidden: Any,
-    head: Any,
-    batch: dict[str, Any],
+    hidden: AnyArray,
+    head: AnyArray,
+    batch: dict[str, PyTree],
     axes: MeshAxes = ONE_DEVICE,
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[PyTree, dict[str, PyTree]]:
     """The loss of hidden states `[batch, seq, hidden]` after the last norm, and its sums: `preference_loss` for batches
     with `reference`, otherwise `token_loss`.
     """
@@ -192,8 +192,13 @@ def head_loss(
 
 
 def token_loss(
-    config: ModelConfig, section: LossSection, hidden: Any, head: Any, labels: Any, axes: MeshAxes = ONE_DEVICE
-) -> tuple[Any, dict[str, Any]]:
+    config: ModelConfig,
+    section: LossSection,
+    hidden: AnyArray,
+    head: AnyArray,
+    labels: AnyArray,
+    axes: MeshAxes = ONE_DEVICE,
+) -> tuple[PyTree, dict[str, PyTree]]:
     """The loss of hidden states `[batch, seq, hidden]` after the last norm, and its sums, as those of `Loss`."""
     options = {"reduction": "sum", "return_logsumexp": bool(section.z_loss)}
     total = cross_entropy(config, hidden, head, labels, axes, **options)
@@ -208,12 +213,12 @@ def run_model(
     graph: nnx.GraphDef[Any],
     rest: PyTree,
     params: PyTree,
-    batch: dict[str, Any],
+    batch: dict[str, PyTree],
     policy: Any = None,
     gather: Callable[[PyTree], PyTree] | None = None,
     attach: Callable[[PyTree], PyTree] | None = None,
     axes: MeshAxes = ONE_DEVICE,
-) -> tuple[Decoder, Any, tuple[ExpertLoad | None, ...]]:
+) -> tuple[Decoder, PyTree, tuple[ExpertLoad | None, ...]]:
     """The model of these parameters, its hidden states of a batch, and the load of its experts; the arguments are those
     of `model_loss`.
     """
@@ -232,7 +237,7 @@ EXPERT_COUNTS = "expert_counts"
 """Among the sums of a loss: int32 `[..., experts]`, tokens that chose each expert, by entry of the model's layers."""
 
 
-def _mean_losses(loads: dict[str, ExpertLoad]) -> tuple[Any, Any]:
+def _mean_losses(loads: dict[str, ExpertLoad]) -> tuple[PyTree, PyTree]:
     """The load-balancing loss and the z-loss, each the mean over all layers with experts."""
     balance, z = (
         jnp.concatenate([jnp.ravel(x) for x in columns]) for columns in zip(*((v[0], v[1]) for v in loads.values()))
@@ -240,7 +245,7 @@ def _mean_losses(loads: dict[str, ExpertLoad]) -> tuple[Any, Any]:
     return jnp.mean(balance), jnp.mean(z)
 
 
-def moved_corrections(params: PyTree, counts: dict[str, Any], rate: float) -> PyTree:
+def moved_corrections(params: PyTree, counts: dict[str, PyTree], rate: float) -> PyTree:
     """The parameters with each router's correction moved by `rate`: up for experts that got less than the mean, down
     for those that got more. DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.1.2.
 
@@ -258,7 +263,7 @@ def moved_corrections(params: PyTree, counts: dict[str, Any], rate: float) -> Py
     return params | {"layers": layers}
 
 
-def loss_count(batch: dict[str, Any], axes: MeshAxes = ONE_DEVICE) -> Any:
+def loss_count(batch: dict[str, PyTree], axes: MeshAxes = ONE_DEVICE) -> AnyArray:
     """Over what the loss of a batch is a mean: tokens in the loss, or pairs of answers. Inside `shard_map`, those of
     this device, to be added up over the devices of tokens.
     """
@@ -270,8 +275,8 @@ def loss_count(batch: dict[str, Any], axes: MeshAxes = ONE_DEVICE) -> Any:
 def accumulated(
     loss: Loss,
     params: PyTree,
-    batch: dict[str, Any],
-    scale: Any,
+    batch: dict[str, PyTree],
+    scale: AnyArray,
     *,
     microbatches: int,
     summed: Callable[[PyTree], PyTree] = lambda gradients: gradients,
@@ -287,8 +292,8 @@ def accumulated(
     """
     of, joined = places(params)
 
-    def part(batch: dict[str, Any]) -> tuple[PyTree, PyTree]:
-        def scaled(of: PyTree) -> tuple[Any, Any]:
+    def part(batch: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+        def scaled(of: PyTree) -> tuple[PyTree, PyTree]:
             total, sums = loss(joined(of), batch, **frozen)
             return total * scale, sums
 
@@ -298,12 +303,12 @@ def accumulated(
         return part(batch)
     parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
-    def join(path: Any, total: Any, part: Any) -> Any:
+    def join(path: Any, total: AnyArray, part: AnyArray) -> AnyArray:
         part = part.astype(total.dtype)
         # path[0] is 0 for the gradients, path[1] their first name.
         return jnp.maximum(total, part) if path[1] == jax.tree_util.DictKey(SCALES) else total + part
 
-    def add(total: PyTree, microbatch: dict[str, Any]) -> tuple[PyTree, None]:
+    def add(total: PyTree, microbatch: dict[str, PyTree]) -> tuple[PyTree, None]:
         gradients, sums = part(microbatch)
         return jax.tree_util.tree_map_with_path(join, total, (summed(gradients), sums)), None
 
@@ -318,8 +323,8 @@ def updated(
     largest: PyTree,
     params: PyTree,
     state: PyTree,
-    clip: Any,
-    good: Any,
+    clip: AnyArray,
+    good: AnyArray,
     layout: Layout,
     key: Any = None,
 ) -> tuple[PyTree, PyTree]:
@@ -336,7 +341,9 @@ def updated(
     """
     rule = optimizer if isinstance(optimizer, FP8Optimizer) else optax.with_extra_args_support(optimizer)
 
-    def by_xla(gradients: PyTree, params: PyTree, state: PyTree, factor: Any, good: Any) -> tuple[PyTree, PyTree]:
+    def by_xla(
+        gradients: PyTree, params: PyTree, state: PyTree, factor: jax.Array, good: jax.Array
+    ) -> tuple[PyTree, PyTree]:
         if clip is not None:
             gradients = jax.tree.map(lambda g: g * factor, gradients)
         gradients_and_scales: PyTree = gradients | largest if largest else gradients
@@ -352,7 +359,7 @@ def updated(
 
 def train_step(
     state: TrainState,
-    batch: dict[str, Any],
+    batch: dict[str, PyTree],
     *,
     loss: Any,
     optimizer: Optimizer,
@@ -360,7 +367,7 @@ def train_step(
     layout: Layout | None = None,
     accumulate: Callable[..., tuple[PyTree, PyTree]] | None = None,
     frozen: PyTree = None,
-) -> tuple[TrainState, dict[str, Any]]:
+) -> tuple[TrainState, dict[str, PyTree]]:
     """One step: gradients over the microbatches, clipping, the guard, the update, the average.
 
     A step whose loss or gradient norm is not finite, or whose norm is above `guard.max_norm`, changes nothing but the
@@ -389,7 +396,7 @@ def train_step(
     if isinstance(optimizer, FP8Optimizer):
         trained = optimizer.with_scales(trained, state.optimizer)
 
-    def compute(params: PyTree, batch: PyTree, scale: Any, **frozen: PyTree) -> tuple[PyTree, PyTree]:
+    def compute(params: PyTree, batch: PyTree, scale: AnyArray, **frozen: PyTree) -> tuple[PyTree, PyTree]:
         return over_parts(loss, params, batch, scale, microbatches=config.microbatches, **frozen)
 
     of_all = over_devices(layout, compute, trained, frozen=frozen)

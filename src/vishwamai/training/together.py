@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.core import jax_private
 from vishwamai.core.errors import DeviceError
+from vishwamai.core.types import PyTree
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ def check_shared(folder: Path, file: str) -> None:
         )
 
 
-def on_host(tree: Any) -> Any:
+def on_host(tree: object) -> PyTree:
     """A tree that lies on the devices of all processes: NumPy arrays on process 0 and None on the others, in which
     every process takes part; on one process the tree itself.
     """

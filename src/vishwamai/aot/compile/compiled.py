@@ -165,7 +165,7 @@ def _sharding(leaf: Any, devices: tuple[Any, ...], target: str) -> jax.sharding.
     return NamedSharding(Mesh(np.asarray(devices, dtype=object), ("devices",)), PartitionSpec())
 
 
-def _in_order(tree: Any, devices: tuple[Any, ...]) -> tuple[Any, ...]:
+def _in_order(tree: object, devices: tuple[Any, ...]) -> tuple[Any, ...]:
     """The devices in the order of the first mesh that is made of them, such as a ring; else as they are."""
     for leaf in jax.tree.leaves(tree):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
@@ -203,7 +203,9 @@ def place(tree: Any, target: str) -> Any:
     return jax.tree.map(place_leaf, tree)
 
 
-def _lower(fn: Callable[..., Any], target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+def _lower(
+    fn: Callable[..., object], target: str, args: tuple[object, ...], kwargs: dict[str, object]
+) -> jax.stages.Lowered:
     args, kwargs = place((args, kwargs), target)
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     if not any(_is_array(leaf) for leaf in jax.tree.leaves((args, kwargs))):
@@ -234,7 +236,7 @@ def tracing_for(target: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_words(chip: TpuChip, arguments: Any = ()) -> Iterator[None]:
+def in_words(chip: TpuChip, arguments: object = ()) -> Iterator[None]:
     """Raises what the compiler says inside the block in our own words; other errors pass. `arguments`: the program's,
     whose shardings an error may name.
     """
@@ -250,11 +252,11 @@ def in_words(chip: TpuChip, arguments: Any = ()) -> Iterator[None]:
 
 @checked
 def compile_for(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     target: str = "v5e",
     compiler_options: Mapping[str, Any] | RuntimeConfig | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Compiled:
     """Compiles `fn(*args, **kwargs)` for a TPU chip or topology that need not be here.
 

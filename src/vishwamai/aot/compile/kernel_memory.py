@@ -13,6 +13,7 @@ from vishwamai.aot.compile.diagnose import CompilerProblem, as_error
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.numbers import human
 from vishwamai.core.qtensor import bits
+from vishwamai.core.types import PyTree
 
 
 def refuse_too_large(jaxpr: Any, chip: TpuChip) -> None:
@@ -48,7 +49,7 @@ def _kernels(jaxpr: Any) -> Iterator[Any]:
             yield equation
 
 
-def _allocations(params: dict[str, Any]) -> Iterator[tuple[int, str]]:
+def _allocations(params: dict[str, PyTree]) -> Iterator[tuple[int, str]]:
     """(bytes, words) of each allocation, without what the compiler adds: tiles that are filled up, its own scratch."""
     grid = params["grid_mapping"]
     for block in grid.block_mappings:
@@ -65,7 +66,7 @@ _VMEM = ("default", "MemorySpace.DEFAULT", "vmem", "MemorySpace.VMEM", "VMEM", "
 """How JAX prints the memories that a TPU kernel's block may name for VMEM, and no name."""
 
 
-def _buffers(block: Any, grid: tuple[Any, ...]) -> int:
+def _buffers(block: Any, grid: tuple[object, ...]) -> int:
     """Buffers of a block: as many as its kernel asks for, else two where its place moves with the grid."""
     if block.pipeline_mode is not None:
         return getattr(block.pipeline_mode, "buffer_count", 1)

@@ -25,6 +25,7 @@ from vishwamai.aot.compile.known import scalar_operands
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.installing import install_line
 from vishwamai.core.target import Target
+from vishwamai.core.types import PyTree
 
 ScalarOperands = Mapping[str, Sequence[Mapping[int, np.ndarray]]]
 
@@ -115,7 +116,7 @@ class Program:
         return Target.parse_chip(self.target).hbm_usable_bytes
 
 
-def trace(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> Program:
+def trace(fn: Callable[..., object], *args: object, target: str, **kwargs: object) -> Program:
     """Traces `fn(*args, **kwargs)` for a target; nothing is compiled.
 
     Args: as `vishwamai.aot.compile_for`. A jitted function's donated arguments stay donated. What arrays of integers
@@ -189,7 +190,9 @@ def _exact_export() -> Iterator[None]:
                 jax.config.update(name, value)
 
 
-def _over_arrays(fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, arrays: Sequence[int]) -> Callable[..., Any]:
+def _over_arrays(
+    fn: Callable[..., object], leaves: Sequence[Any], tree: object, arrays: Sequence[int]
+) -> Callable[..., Any]:
     """`fn` as a function of the arrays among its arguments alone, which gives a tuple of arrays.
 
     Args:
@@ -236,7 +239,7 @@ def _size(shape: Sequence[int], dtype: Any) -> int:
     return math.prod(shape) * getattr(dtype, "itemsize", 4)
 
 
-def _one_mesh(tree: Any) -> Any:
+def _one_mesh(tree: PyTree) -> Any:
     """The placed arguments, with those that are whole on every device on the mesh of the others."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
     split = [s.mesh for s in shardings if isinstance(s, NamedSharding) and any(s.spec)]

@@ -140,11 +140,11 @@ def schedule_of(case: Inspection, program: Program, dump: Dump) -> KernelSchedul
 
 @checked
 def inspect(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
+    fn: Callable[..., object],
+    args: Sequence[object] = (),
     target: str = "v5e",
     *,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, object] | None = None,
     flops: float | None = None,
     nbytes: float | None = None,
     dtype: str | None = None,

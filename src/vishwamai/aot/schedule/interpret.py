@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ _OFF_CHIP = ("operand:hbm:", "parameter:", "relocation:")
 
 Known = Mapping[int, np.ndarray]
 """Contents of operands, by operand index of the program."""
-Call = Callable[[str | None, Sequence[Value]], Any]
+Call = Callable[[str | None, Sequence[Value]], object]
 """Runs the program that an `inlined_call` names, with the values of its operands."""
 
 

@@ -84,7 +84,7 @@ def entries(directory: pathlib.Path) -> Iterator[TableEntry]:
 
 
 def write(
-    directory: pathlib.Path, target: str, op: str, implementation: str, key: str, evidence: Mapping[str, Any]
+    directory: pathlib.Path, target: str, op: str, implementation: str, key: str, evidence: Mapping[str, object]
 ) -> None:
     """Puts an entry into its table, in place of one for the same spec. Other processes may do so at the same time; a
     reader sees the table before or after.

@@ -32,6 +32,7 @@ from vishwamai.core.hardware import TpuChip
 from vishwamai.core.observe import record_plans
 from vishwamai.core.op import CallPlan
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray
 
 __all__ = ["Outcome", "Search", "tune", "tune_case"]
 
@@ -118,7 +119,7 @@ class Search:
         def forward(**values: Any) -> Any:
             return case.run(values, implementation=name, config=config)
 
-        def forward_and_backward(values: dict[str, Any], fixed: dict[str, Any], cotangents: Any) -> Any:
+        def forward_and_backward(values: dict[str, Any], fixed: dict[str, object], cotangents: AnyArray) -> Any:
             out, pull = jax.vjp(lambda v: forward(**v, **fixed), values)
             return out, pull(cotangents)
 

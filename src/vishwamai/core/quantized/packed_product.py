@@ -27,6 +27,7 @@ from vishwamai.core.qtensor import undifferentiable
 from vishwamai.core.quantized.packed_qtensor import KINDS, PackedQTensor, scaled, unpacked_values
 from vishwamai.core.spec import OpSpec, array_spec
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray
 
 ROUNDED_BLOCK = 128  # numbers of a row of x that share a scale, where the weight's columns have one each
 _HANDLER = "vishwamai_quantized_multiply"
@@ -38,19 +39,19 @@ class Operands(NamedTuple):
     weights of consecutive rows, one where there are no `sizes`.
     """
 
-    x: Annotated[Any, "groups? m k"]
-    values: Annotated[Any, "groups? experts panels _"]
-    scales: Annotated[Any, "groups? experts panels _ _"]
-    up_values: Annotated[Any, "groups? experts panels _", "optional"]
-    up_scales: Annotated[Any, "groups? experts panels _ _", "optional"]
-    bias: Annotated[Any, "groups? n", "optional"]  # float32
-    sizes: Annotated[Any, "groups? experts", "optional"]  # int32: rows of each expert
+    x: Annotated[AnyArray, "groups? m k"]
+    values: Annotated[AnyArray, "groups? experts panels _"]
+    scales: Annotated[AnyArray, "groups? experts panels _ _"]
+    up_values: Annotated[AnyArray, "groups? experts panels _", "optional"]
+    up_scales: Annotated[AnyArray, "groups? experts panels _ _", "optional"]
+    bias: Annotated[AnyArray, "groups? n", "optional"]  # float32
+    sizes: Annotated[AnyArray, "groups? experts", "optional"]  # int32: rows of each expert
 
 
 class Outputs(NamedTuple):
     """`out` is the product after its epilogue."""
 
-    out: Annotated[Any, "groups m n"]
+    out: Annotated[AnyArray, "groups m n"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,7 @@ class ProductSpec(OpSpec):
         )
 
 
-def rounded(x: Any, block: int) -> Any:
+def rounded(x: AnyArray, block: int) -> Any:
     """`x` `[..., K]` in float32 as a product takes it with `activations="int8"`; its gradient is straight-through.
 
     A block's scale is its largest magnitude / 127, and a number becomes the nearest multiple of it (ties to even).
@@ -189,11 +190,11 @@ PACKED_PRODUCT: Op[ProductSpec] = Op("packed_product", (NATIVE, XLA), split=_spl
 
 def packed_product(
     function: str,
-    x: Any,
+    x: AnyArray,
     weight: PackedQTensor,
     up: PackedQTensor | None = None,
     *,
-    bias: Any = None,
+    bias: AnyArray = None,
     sizes: Any = None,
     activation: str | None = None,
     out_dtype: Any = None,

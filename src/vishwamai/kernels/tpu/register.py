@@ -24,6 +24,7 @@ from vishwamai.core.gradients import autodiff_backward, is_float
 from vishwamai.core.op import Implementation, Op
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import OpSpec, array_spec
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.kernels.decorators import translated
 
 OPERATIONS: dict[str, RegisteredOp] = {}
@@ -83,7 +84,7 @@ class RegisteredOp:
                 'name; pass the rule, such as "b t d, d -> b t d", or leave `split` out.'
             )
         self._split = frozenset(split)
-        self._seen: dict[Any, Any] = {}
+        self._seen: dict[object, object] = {}
         implementations_of_op = []
         for platform, function in self._functions.items():
             for device_platform in _PLATFORMS.get(platform, ()):
@@ -132,7 +133,7 @@ class RegisteredOp:
             self._seen[key] = self._check_results(shapes, options)
         return self._seen[key]
 
-    def _check_results(self, shapes: Sequence[Any], options: dict[str, Any]) -> Any:
+    def _check_results(self, shapes: Sequence[object], options: dict[str, Any]) -> Any:
         try:
             results = jax.eval_shape(functools.partial(self._reference, **options), *shapes)
             if self._abstract is None:
@@ -165,7 +166,7 @@ class RegisteredOp:
         )
 
     def _forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(spec: RegisteredSpec, operands: Any) -> tuple[Any, None]:
+        def forward(spec: RegisteredSpec, operands: PyTree) -> tuple[Any, None]:
             leaves = jax.tree.leaves(self._mapped(functools.partial(function, **dict(spec.options)), operands))
             return _results_type(len(leaves))(*leaves), None
 
@@ -176,7 +177,7 @@ class RegisteredOp:
             return autodiff_backward(self._forward(self._reference))
         gradient = self._gradient
 
-        def backward(spec: Any, operands: Any, outputs: Any, cotangents: Any) -> Any:
+        def backward(spec: Any, operands: Any, outputs: Any, cotangents: PyTree) -> Any:
             count, results = len(operands), len(outputs)
 
             def batch_gradient(*arrays: Any) -> Any:
@@ -194,7 +195,7 @@ class RegisteredOp:
 
         return backward
 
-    def _shaped(self, gradient: Any, operand: Any, name: str) -> Any:
+    def _shaped(self, gradient: AnyArray, operand: Any, name: str) -> Any:
         if not is_float(operand):
             return None
         if gradient is None or gradient.shape[1:] != operand.shape[1:]:
@@ -242,11 +243,11 @@ def _results_type(count: int) -> Any:
 @checked
 def register_tpu_op(
     name: str | Callable[..., Any] | None = None,
-    implementations: Mapping[str, Callable[..., Any]] | None = None,
+    implementations: Mapping[str, Callable[..., object]] | None = None,
     *,
-    abstract: Callable[..., Any] | None = None,
-    gradient: Callable[..., Any] | None = None,
-    batching: Callable[..., Any] | None = None,
+    abstract: Callable[..., object] | None = None,
+    gradient: Callable[..., object] | None = None,
+    batching: Callable[..., object] | None = None,
     sharding: str | None = None,
     split: str = "",
 ) -> Any:
@@ -322,7 +323,7 @@ def _register(name: str, implementations: Mapping[str, Callable[..., Any]], **ke
     return operation
 
 
-def _array_parameters(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
+def _array_parameters(name: str, function: Callable[..., object]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -369,5 +370,5 @@ def _single(values: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _words(tree: Any) -> str:
+def _words(tree: PyTree) -> str:
     return ", ".join(f"{jnp.dtype(x.dtype).name}{list(x.shape)}".replace(" ", "") for x in jax.tree.leaves(tree))

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError, KernelError, ShapeError, UnsupportedError, VishwamaiError
 from vishwamai.core.spec import as_array, as_jax_dtype
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.kernels.decorators import translated
 from vishwamai.kernels.tpu.register import RegisteredOp, register_tpu_op
 
@@ -201,7 +202,7 @@ def registered() -> dict[str, TPUKernel | RegisteredOp]:
     return {**_REGISTRY, **register.OPERATIONS}
 
 
-def _is_body(name: str, fn: Callable[..., Any], inputs: int, outputs: int) -> bool:
+def _is_body(name: str, fn: Callable[..., object], inputs: int, outputs: int) -> bool:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(fn).parameters.values()
     required = sum(p.kind in kinds and p.default is p.empty for p in parameters)
@@ -226,7 +227,7 @@ def _from_body(name: str, body: Callable[..., Any], outputs: tuple[Any, ...], op
         return jax.lax.platform_dependent(*arrays, tpu=compiled, default=interpreted)
 
     @run.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def _(primals: PyTree, tangents: PyTree) -> Any:
         raise UnsupportedError(
             f"{name}: a Pallas body has no derivative of its own; make an operation of it by register_tpu_op, which "
             "takes a `gradient`, or differentiates a default in jax.numpy."
@@ -243,12 +244,12 @@ def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def _one_or_all(results: Any) -> Any:
+def _one_or_all(results: object) -> Any:
     leaves = jax.tree.leaves(results)
     return leaves[0] if len(leaves) == 1 else tuple(leaves)
 
 
-def _text(x: Any) -> str:
+def _text(x: AnyArray) -> str:
     return f"{jnp.dtype(x.dtype).name}{list(x.shape)}".replace(" ", "")
 
 

@@ -12,6 +12,7 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.op import Op
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import array_spec, as_array
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.activation.cpu import NATIVE
 from vishwamai.ops.activation.gpu import TRITON
 from vishwamai.ops.activation.reference import XLA
@@ -127,8 +128,14 @@ def fused_gelu_dropout(
 
 
 def _activation(
-    name: str, activation: str, x: Any, config: Any, implementation: str | None, rate: float = 0.0, key: Any = None
-) -> Any:
+    name: str,
+    activation: str,
+    x: AnyArray,
+    config: Any,
+    implementation: str | None,
+    rate: float = 0.0,
+    key: AnyArray = None,
+) -> AnyArray:
     x = as_array(name, "x", x)
     check(name, array_spec(x))
     if not x.ndim:

@@ -5,13 +5,13 @@ made on the way.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from vishwamai.core import dropout, ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.activation.spec import ActivationSpec, Operands, Outputs
 
 _NATIVE = ("float32", "bfloat16", "float16", "float64")
@@ -31,7 +31,7 @@ def notes(spec: ActivationSpec, target: Target) -> tuple[str, ...]:
     return ("XLA's own fusion of relu2 in float32 is as fast (0.9 to 1.1 times, see docs/notes/rows.md)",)
 
 
-def _call(spec: ActivationSpec, operands: Operands, dy: Any) -> Any:
+def _call(spec: ActivationSpec, operands: Operands, dy: AnyArray) -> AnyArray:
     """y, or dx where `dy` is given, of x's shape."""
     x = operands.x
     groups, features = x.shape[0], x.shape[-1]

@@ -15,6 +15,7 @@ from vishwamai.core.dropout import threshold
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.activation.spec import ActivationSpec, Operands, Outputs
 
 APPLY = gpu.TritonKernel("vishwamai.ops.activation.gpu_kernels", "apply")
@@ -61,12 +62,12 @@ def heuristic(spec: ActivationSpec, target: Target) -> ActivationGpuConfig:
     return ActivationGpuConfig(max(1, min(_TILE // columns, gpu.next_power_of_2(rows))), columns)
 
 
-def _stride(x: Any) -> int:
+def _stride(x: AnyArray) -> int:
     """Elements from one group's numbers to the next's, 0 where they are shared."""
     return 0 if x is None or x.shape[0] == 1 else math.prod(x.shape[1:])
 
 
-def _apply(spec: ActivationSpec, config: ActivationGpuConfig, operands: Operands, dy: Any) -> Any:
+def _apply(spec: ActivationSpec, config: ActivationGpuConfig, operands: Operands, dy: AnyArray) -> Any:
     groups, rows, features = _sizes(spec)
     row_blocks, column_blocks = gpu.cdiv(rows, config.rows), gpu.cdiv(features, config.columns)
     x, numbers, columns, seed = operands

@@ -13,6 +13,7 @@ from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import ArraySpec, OpSpec
+from vishwamai.core.types import AnyArray
 
 _MOST_AXES = 16
 
@@ -24,18 +25,18 @@ class Operands(NamedTuple):
     The dropout's rows and columns are operands, so that a shard knows where in the whole array it stands.
     """
 
-    x: Annotated[Any, "groups *rows features"]
+    x: Annotated[AnyArray, "groups *rows features"]
     rows: Annotated[
         Any, "groups? *rows", "optional"
     ]  # uint32, the number of each row of features; None without dropout
-    columns: Annotated[Any, "groups? features", "optional"]  # uint32
-    seed: Annotated[Any, "groups? _", "optional"]  # uint32, two numbers
+    columns: Annotated[AnyArray, "groups? features", "optional"]  # uint32
+    seed: Annotated[AnyArray, "groups? _", "optional"]  # uint32, two numbers
 
 
 class Outputs(NamedTuple):
     """`y` is the activation, dropped and scaled."""
 
-    y: Annotated[Any, "groups *rows features"]
+    y: Annotated[AnyArray, "groups *rows features"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def check(name: str, x: ArraySpec) -> None:
         raise ShapeError(f"{name}: `x` has {len(x.shape)} axes; reshape it to {_MOST_AXES} or fewer.")
 
 
-def check_dropout(name: str, rate: Any, key: Any, deterministic: bool) -> None:
+def check_dropout(name: str, rate: object, key: AnyArray, deterministic: bool) -> None:
     """Raises ShapeError for a rate or a key that means nothing."""
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
         raise ShapeError(f"{name}: `rate` is {rate!r}; pass a number from 0 up to, but not including, 1.")

@@ -13,17 +13,18 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.masks import grouped
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 
 
 @jax.custom_vjp
-def constant_slopes(slopes: Any) -> Any:
+def constant_slopes(slopes: AnyArray) -> AnyArray:
     """The slopes as they are; whoever asks for their gradient gets an error."""
     return slopes
 
 
-def _no_gradient(saved: Any, cotangent: Any) -> Any:
+def _no_gradient(saved: PyTree, cotangent: AnyArray) -> Any:
     raise UnsupportedError(
         "flash_attention: `alibi_slopes` has no gradient; differentiate with respect to the other arguments, or pass "
         "the distances times the slopes as `bias`, which has one."

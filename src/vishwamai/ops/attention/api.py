@@ -14,6 +14,7 @@ from vishwamai.core.arguments import checks_its_own
 from vishwamai.core.config import cast_for_matmul, current_config
 from vishwamai.core.precision import resolve_precision
 from vishwamai.core.signature import array_specs, as_arrays, public_call
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.alibi import constant_slopes
 from vishwamai.ops.attention.block_mask import BlockMask
 from vishwamai.ops.attention.checks import (
@@ -297,24 +298,24 @@ def block_sparse_attention(
 
 
 def _attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    bias: AnyArray = None,
+    mask: AnyArray = None,
     *,
-    q_offset: Any = None,
-    kv_lens: Any = None,
-    kv_starts: Any = None,
-    segment_ids: Any = None,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
-    dropout_key: Any = None,
+    q_offset: AnyArray = None,
+    kv_lens: AnyArray = None,
+    kv_starts: AnyArray = None,
+    segment_ids: PyTree = None,
+    sinks: AnyArray = None,
+    alibi_slopes: AnyArray = None,
+    dropout_key: AnyArray = None,
     config: Any = None,
     implementation: str | None = None,
-    blocks: tuple[Any, Any] | None = None,
+    blocks: tuple[AnyArray, AnyArray] | None = None,
     **options: Any,
-) -> Any:
+) -> PyTree:
     """`options` are the other ones of `Options`; `blocks` is the block mask and its block size."""
     name = "flash_attention" if blocks is None else "block_sparse_attention"
     call_options = Options(**options, q_offset=static_offset(name, q_offset))

@@ -99,7 +99,7 @@ class BlockMask:
 
     @classmethod
     def from_function(
-        cls, function: Callable[[Any, Any], Any], q_len: int, kv_len: int, block_size: tuple[int, int]
+        cls, function: Callable[[Any, Any], object], q_len: int, kv_len: int, block_size: tuple[int, int]
     ) -> BlockMask:
         """From `function(q_index [rows, 1], kv_index [1, columns]) -> bool [rows, columns]`, called on the host for one
         row of blocks at a time.
@@ -239,7 +239,7 @@ def tile_masks(mask: BlockMask, block_q: int, block_kv: int, q_tiles: int, kv_ti
     ids = np.full((heads, q_tiles, kv_tiles), -1, np.int32)
     patterns = [np.ones((block_q, block_kv), bool)]
     numbers: dict[bytes, int] = {patterns[0].tobytes(): 0, np.zeros((block_q, block_kv), bool).tobytes(): -1}
-    seen_before: dict[Any, int] = {}
+    seen_before: dict[object, int] = {}
     across = [span(j, block_kv, size_kv, kv_blocks) for j in range(kv_tiles)]
     for i in range(q_tiles):
         top, bottom, row = span(i, block_q, size_q, q_blocks)

@@ -17,6 +17,7 @@ from jax import lax
 from vishwamai.core import dropout
 from vishwamai.core.precision import lax_precision, rounded
 from vishwamai.core.tiles import Tiles, size
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention import alibi
 from vishwamai.ops.attention.masks import grouped, static_mask, within_reach
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
@@ -67,7 +68,7 @@ class ScoreBlocks:
         batch_step, head_step = (spec.batch, 1) if self.by_head else _problem_steps(spec, config.problems)
         self.sizes = {"b": batch_step, "h": head_step, "q": block_q, "k": block_kv}
 
-        def heads(x: Any) -> Any:
+        def heads(x: AnyArray) -> AnyArray:
             return None if x is None else grouped(x, spec.kv_heads)
 
         q_ids, kv_ids = operands.q_segment_ids, operands.kv_segment_ids
@@ -84,7 +85,7 @@ class ScoreBlocks:
         self.seed: Any = heads(operands.dropout_seed)  # [B, Hkv, G, 2]
         self.slopes: Any = heads(operands.slopes)  # [B or 1, Hkv, G]
 
-    def pad(self, axes: str, x: Any, mode: Any = "constant") -> Any:
+    def pad(self, axes: str, x: AnyArray, mode: Any = "constant") -> AnyArray:
         """Pads the query and key axes to whole blocks, with zeros or with the `edge`; broadcast axes stay 1."""
         if x is None:
             return None
@@ -136,14 +137,14 @@ class ScoreBlocks:
             return None
         return np.concatenate([np.zeros_like(self.tiles.patterns[:1]), self.tiles.patterns])
 
-    def each_problem(self, function: Callable[[Any, Any, Any], Any], carry: Any) -> tuple[Any, Any]:
+    def each_problem(self, function: Callable[[Any, Any, Any], Any], carry: AnyArray) -> tuple[AnyArray, AnyArray]:
         """`carry, results = scan` of `function(carry, batch, head)`; results `[b, h, ...]` come back joined as
         `[B, Hkv, ...]`.
         """
         spec = self.spec
         batch_steps, head_steps = spec.batch // self.sizes["b"], spec.kv_heads // self.sizes["h"]
 
-        def body(carry: Any, n: Any) -> Any:
+        def body(carry: AnyArray, n: AnyArray) -> PyTree:
             return function(carry, n // head_steps * self.sizes["b"], n % head_steps * self.sizes["h"])
 
         if batch_steps * head_steps == 1:
@@ -155,8 +156,14 @@ class ScoreBlocks:
         return carry, jax.tree.map(lambda x: x.reshape(spec.batch, spec.kv_heads, *x.shape[3:]), results)
 
     def walk(
-        self, compute: Callable[[Any, At], Any], carry: Any, axes: Any, batch: Any, head: Any, by_key: bool = False
-    ) -> Any:
+        self,
+        compute: Callable[[Any, At], Any],
+        carry: PyTree,
+        axes: Any,
+        batch: AnyArray,
+        head: AnyArray,
+        by_key: bool = False,
+    ) -> PyTree:
         """Folds `block = compute(block, at)` over the pairs, where `block` is `carry` cut by `axes` (upper-case axes
         are already cut).
 
@@ -165,7 +172,7 @@ class ScoreBlocks:
 
         lists, counts = self.lists(by_key)
 
-        def body(carry: Any, pair: jax.Array) -> tuple[Any, None]:
+        def body(carry: PyTree, pair: jax.Array) -> tuple[AnyArray, None]:
             position = At(batch, head, pair[0], pair[1], pair[2:])
             block = jax.tree.map(lambda x, names: self.cut(names, x, position), carry, axes)
             if self.spec.by_value:
@@ -181,7 +188,7 @@ class ScoreBlocks:
         visits, count = jnp.asarray(lists)[head], jnp.asarray(counts)[head]
         return lax.fori_loop(0, count, lambda n, carry: body(carry, visits[n])[0], carry)
 
-    def _starts(self, axes: str, x: jax.Array, position: At) -> tuple[Any, ...]:
+    def _starts(self, axes: str, x: jax.Array, position: At) -> tuple[PyTree, ...]:
         start = {
             "b": position.batch,
             "h": position.head,

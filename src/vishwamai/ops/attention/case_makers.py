@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from vishwamai.core.cases import ArrayInit, Case
+from vishwamai.core.types import PyTree
 from vishwamai.ops.attention.api import block_sparse_attention, flash_attention
 from vishwamai.ops.attention.varlen import flash_attention_varlen
 
@@ -25,7 +26,7 @@ def attention_case(
     sinks: bool = False,
     dropout: float = 0.0,
     tags: tuple[str, ...] = ("contract",),
-    **options: Any,
+    **options: PyTree,
 ) -> Case:
     """One call; pairs are (query heads, kv heads), (q_len, kv_len), (d_qk, d_v); `bias` and `mask` are shapes,
     `segments` lengths of segments.
@@ -63,7 +64,7 @@ def varlen_case(
     spare: int = 0,
     dtype: str = "float32",
     sinks: bool = False,
-    **options: Any,
+    **options: PyTree,
 ) -> Case:
     """One call of packed sequences of these lengths, with `spare` rows and keys after the last."""
     rows, keys = sum(q_lens) + spare, sum(kv_lens) + spare
@@ -77,7 +78,7 @@ def varlen_case(
     return Case(name, "attention", flash_attention_varlen, arrays, options)
 
 
-def _ids(lengths: Any) -> np.ndarray:
+def _ids(lengths: list[tuple[int, ...]]) -> np.ndarray:
     """Segment ids of consecutive segments: `[(30, 70)] -> [[0] * 30 + [1] * 70]`, one row a batch element; negative
     lengths count down from 99.
     """

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.api import flash_attention
 from vishwamai.ops.attention.case_makers import attention_case, varlen_case
 
@@ -23,7 +24,7 @@ def _blocks(*shape: int) -> np.ndarray:
     return mask
 
 
-def _within_reach(i: Any, j: Any) -> Any:
+def _within_reach(i: AnyArray, j: np.ndarray) -> AnyArray:
     """Near the diagonal, and every seventh key: some positions of most blocks."""
     return (abs(i - j) < 20) | (j % 7 == 0) & (i < 90)
 

@@ -19,6 +19,7 @@ from vishwamai.core.precision import FLOATS
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import ArraySpec
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.block_mask import BlockMask
 from vishwamai.ops.attention.spec import BSHD, SIGNATURE, AttentionSpec, Operands
 
@@ -174,7 +175,7 @@ def _layout_hint(arrays: Operands, layout: str | None) -> str:
     return f" The sizes would fit {LAYOUTS[alternative]}: if that is what they are, pass layout={alternative!r}."
 
 
-def check_window(window: Any) -> tuple[int | None, int | None] | None:
+def check_window(window: object) -> tuple[int | None, int | None] | None:
     """(left, right) as integers or None; None where both are unbounded."""
     if window is None:
         return None
@@ -194,7 +195,7 @@ def check_window(window: Any) -> tuple[int | None, int | None] | None:
     return None if left is None and right is None else (left, right)
 
 
-def segment_pair(segment_ids: Any) -> tuple[Any, Any]:
+def segment_pair(segment_ids: PyTree) -> tuple[AnyArray, AnyArray]:
     """(q_ids, kv_ids), both None where there are none.
 
     Raises:
@@ -216,7 +217,7 @@ def _fail_blocks(text: str) -> NoReturn:
     raise ShapeError(f"block_sparse_attention: {text}")
 
 
-def check_blocks(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_len: int) -> BlockMask | None:
+def check_blocks(block_mask: PyTree, block_size: Any, heads: int, q_len: int, kv_len: int) -> BlockMask | None:
     """The static block mask, from an array, a function or a `BlockMask`; None where there is none or nothing to
     mask.
     """
@@ -282,7 +283,7 @@ def check_rate(rate: Any) -> None:
         _fail(f"`dropout_rate` is {rate!r}; pass a number in [0, 1), such as 0.1.")
 
 
-def check_dropout_key(rate: Any, key: Any) -> None:
+def check_dropout_key(rate: object, key: AnyArray) -> None:
     """Rejects what is not the one key that a rate above 0 needs."""
     if not rate:
         return
@@ -299,11 +300,11 @@ def check_dropout_key(rate: Any, key: Any) -> None:
         )
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: PyTree) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
-def _number(name: str, x: Any, fix: str) -> float:
+def _number(name: str, x: PyTree, fix: str) -> float:
     if not _is_number(x) or not math.isfinite(x):
         kind = "" if isinstance(x, (numbers.Real, str)) else f" of type {type(x).__name__}"
         _fail(f"`{name}` is {x!r}{kind}; pass {fix} (a Python number: it is part of the compiled program).")

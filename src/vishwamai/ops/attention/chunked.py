@@ -8,14 +8,13 @@ and dV in one walk, by the formulas of Dao, "FlashAttention-2" (2023).
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from vishwamai.core.op import Implementation
 from vishwamai.core.sharding import match_varying
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.block_mask import live_tiles
 from vishwamai.ops.attention.blocks import At, ChunkedConfig, ScoreBlocks
 from vishwamai.ops.attention.masks import grouped, of_seen_keys
@@ -75,7 +74,7 @@ def forward(
     acc, rows = spec.accumulator, blocks.query.shape[3]
     sinks = None if operands.sinks is None else grouped(operands.sinks.astype(acc), spec.kv_heads)[..., None]
 
-    def block(running: Any, position: At) -> Any:
+    def block(running: PyTree, position: At) -> PyTree:
         m, l, out = running  # [b, h, G, block_q], the last with [Dv]
         q, k = blocks.cut("bhgqd", blocks.query, position), blocks.cut("bhkd", blocks.key, position)
         v = blocks.cut("bhkd", blocks.value, position)
@@ -91,7 +90,7 @@ def forward(
         pv = blocks.product("bhgqk,bhkd->bhgqd", blocks.dropped(p, position).astype(v.dtype), v)
         return m_new, l, correction[..., None] * out + pv
 
-    def problem(carry: None, batch: Any, head: Any) -> Any:
+    def problem(carry: None, batch: AnyArray, head: AnyArray) -> PyTree:
         shape = (blocks.sizes["b"], blocks.sizes["h"], spec.group, rows)
         start = jnp.full(shape, -jnp.inf, acc), jnp.zeros(shape, acc), jnp.zeros((*shape, spec.v_dim), acc)
         if sinks is not None:  # one more logit, without a value
@@ -157,7 +156,7 @@ def backward(
     padded_dout = blocks.pad("bhgqd", grouped(dout, spec.kv_heads))
     padded_lse, padded_delta = (blocks.pad("bhgq", grouped(x, spec.kv_heads)) for x in (_finite(logsumexp), delta))
 
-    def block(sums: Any, position: At) -> Any:
+    def block(sums: PyTree, position: At) -> PyTree:
         dq, dk, dv, dbias = sums
         q, do = blocks.cut("bhgqd", blocks.query, position), blocks.cut("bhgqd", padded_dout, position)
         k, v = blocks.cut("bhkd", blocks.key, position), blocks.cut("bhkd", blocks.value, position)
@@ -181,7 +180,7 @@ def backward(
         dq = dq + blocks.product("bhgqk,bhkd->bhgqd", ds, k)
         return dq, dk + blocks.product("bhgqk,bhgqd->bhkd", ds, q), dv, dbias
 
-    def problem(dbias: Any, batch: Any, head: Any) -> Any:
+    def problem(dbias: AnyArray, batch: AnyArray, head: AnyArray) -> PyTree:
         b, h = blocks.sizes["b"], blocks.sizes["h"]
         like = blocks.query.shape[2:], blocks.key.shape[2:], blocks.value.shape[2:]
         start = (*(jnp.zeros((b, h, *shape), acc) for shape in like), dbias)

@@ -12,6 +12,7 @@ import numpy as np
 from vishwamai.core import dropout, ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 _NATIVE = ("float32", "bfloat16", "float64")
@@ -48,7 +49,7 @@ def _storage(spec: AttentionSpec) -> Any:
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else jnp.dtype(dtype)
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def _cast(x: AnyArray, dtype: Any) -> AnyArray:
     return None if x is None else x.astype(dtype)
 
 
@@ -61,7 +62,7 @@ def _native_operands(spec: AttentionSpec, operands: Operands) -> tuple[Any, ...]
     return operands._replace(**cast)
 
 
-def _attributes(spec: AttentionSpec) -> dict[str, Any]:
+def _attributes(spec: AttentionSpec) -> dict[str, PyTree]:
     placed = spec.operands.q_positions is not None
     low, high = spec.reach if placed else spec.band
     blocks, codes, patterns = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int8)
@@ -84,7 +85,7 @@ def _attributes(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def forward(spec: AttentionSpec, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
+def forward(spec: AttentionSpec, operands: Operands, residuals: bool) -> tuple[Outputs, PyTree]:
     q = operands.query
     storage = _storage(spec)
     accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
@@ -103,7 +104,7 @@ def forward(spec: AttentionSpec, operands: Operands, residuals: bool) -> tuple[O
 
 
 def backward(
-    spec: AttentionSpec, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
+    spec: AttentionSpec, operands: Operands, outputs: Outputs, residuals: AnyArray, cotangents: Outputs
 ) -> Operands:
     storage = _storage(spec)
     accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32
@@ -143,7 +144,7 @@ def backward(
     )
 
 
-def _sink_gradient(operands: Operands, outputs: Outputs, logsumexp: Any, cotangents: Outputs) -> Any:
+def _sink_gradient(operands: Operands, outputs: Outputs, logsumexp: AnyArray, cotangents: Outputs) -> AnyArray:
     """A sink is a key whose value is zero: d sink = sum over queries of p_sink * (dlogsumexp - rowsum(dO * O))."""
     accumulator = logsumexp.dtype
     sinks = operands.sinks.astype(accumulator)[:, :, None]  # [B|1, Hq, 1]

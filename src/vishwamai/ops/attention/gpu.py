@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.gpu_arguments import Cut, Own
 from vishwamai.ops.attention.gpu_blocks import by_key, by_query, by_tile, walks
 from vishwamai.ops.attention.gpu_memory import (
@@ -91,7 +92,7 @@ def _seed(spec: AttentionSpec, operands: Operands) -> Any:
 
 def forward(
     spec: AttentionSpec, config: AttentionGpuConfig, operands: Operands, residuals: bool, memory: Placement = PLAIN
-) -> tuple[Outputs, Any]:
+) -> tuple[Outputs, PyTree]:
     """(outputs, logsumexp or None), in the shapes that `memory` says."""
     query, key, value = (rows_of(x) for x in operands[:3])
     block_q, block_kv = clamp(config.block_q, spec.q_len), clamp(config.block_kv, spec.kv_len)
@@ -133,7 +134,7 @@ def backward(
     config: AttentionGpuConfig,
     operands: Operands,
     outputs: Outputs,
-    residuals: Any,
+    residuals: AnyArray,
     cotangents: Outputs,
     memory: Placement = PLAIN,
     of_bias: bool = True,

@@ -8,6 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 from vishwamai.core import dropout, gpu
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.gpu_arguments import Cut, Extents, Logits, Rows, Starts, Terms
 from vishwamai.ops.attention.gpu_tiles import tile_of
 from vishwamai.ops.attention.places import MOST
@@ -24,7 +25,7 @@ class Packed(NamedTuple):
     """
 
     q_starts: Any
-    kv_starts: Any
+    kv_starts: AnyArray
     bottom_right: bool
 
 
@@ -41,7 +42,7 @@ class Placement(NamedTuple):
     seq_first: bool = False
     packed: Packed | None = None
 
-    def result(self, like: Any, dim: int, dtype: Any) -> gpu.Result:
+    def result(self, like: AnyArray, dim: int, dtype: Any) -> gpu.Result:
         """A result with the positions and heads of `like`, `[batch, heads, seq, dim]`."""
         batch, heads, seq, _ = like.shape
         if self.packed is not None:
@@ -71,7 +72,7 @@ class Placement(NamedTuple):
 PLAIN = Placement()
 
 
-def rows_of(x: Any) -> Rows:
+def rows_of(x: AnyArray) -> Rows:
     """Where the rows of `[batch, heads, seq, dim]` lie: a torch tensor's own strides; JAX's arrays are contiguous."""
     if gpu.framework(x) != "torch":
         return Rows(x, *(math.prod(x.shape[axis + 1 :]) for axis in range(3)))

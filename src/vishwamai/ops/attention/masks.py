@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 
 
@@ -106,7 +107,7 @@ def exposed_keys(spec: AttentionSpec, operands: Operands) -> jax.Array | None:
     return jnp.broadcast_to(visible, (*visible.shape[:2], spec.kv_len))
 
 
-def _of_kv_heads(spec: AttentionSpec, visible: Any) -> Any:
+def _of_kv_heads(spec: AttentionSpec, visible: AnyArray) -> AnyArray:
     """`[B, Hq or 1, Tk]` to `[B, Hkv or 1, Tk]`: shown to any head of the group."""
     heads = visible.shape[1]
     return visible if heads == 1 else visible.reshape(visible.shape[0], spec.kv_heads, -1, visible.shape[2]).any(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from jax import lax
 
@@ -15,6 +15,7 @@ from vishwamai.core.gpu import framework
 from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.spec import array_spec, as_array
+from vishwamai.core.types import AnyArray, PyTree
 
 if TYPE_CHECKING:
     from jax import Array
@@ -66,7 +67,7 @@ def merge_attention(
     return merged(outs, [as_array(_NAME, f"lses[{i}]", x) for i, x in enumerate(lses)], layout)
 
 
-def check_parts(outputs: Any, lses: Any) -> None:
+def check_parts(outputs: PyTree, lses: object) -> None:
     """Raises ShapeError where there are no parts, or not as many logsumexps as outputs."""
     if not isinstance(outputs, (tuple, list)) or not isinstance(lses, (tuple, list)) or not outputs:
         _fail("`outputs` and `lses` must be tuples or lists with an array for each part, one at least.")
@@ -74,7 +75,7 @@ def check_parts(outputs: Any, lses: Any) -> None:
         _fail(f"there are {len(outputs)} `outputs` and {len(lses)} `lses`; pass one logsumexp for each output.")
 
 
-def merged(outs: Sequence[Any], lses: Sequence[Any], layout: str) -> tuple[Any, Any]:
+def merged(outs: Sequence[PyTree], lses: Sequence[PyTree], layout: str) -> tuple[AnyArray, AnyArray]:
     """What `merge_attention` returns, of arrays of JAX or of torch."""
     first, dtype = outs[0], array_spec(outs[0]).dtype
     if first.ndim < 2 or (layout == "bshd" and first.ndim < 3):

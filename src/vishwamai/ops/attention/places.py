@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import numbers
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import AnyArray
 from vishwamai.core.value_checks import check_values
 
 MOST = 1 << 30
@@ -27,7 +28,7 @@ def _fail(function: str, text: str) -> NoReturn:
     raise ShapeError(f"{function}: {text}")
 
 
-def static_offset(function: str, q_offset: Any) -> int | None:
+def static_offset(function: str, q_offset: AnyArray) -> int | None:
     """`q_offset` as an int, or None where it is an array or absent.
 
     Raises:
@@ -40,7 +41,7 @@ def static_offset(function: str, q_offset: Any) -> int | None:
     return int(q_offset)
 
 
-def row_positions(function: str, q_offset: Any, batch: int, q_len: int) -> Any:
+def row_positions(function: str, q_offset: AnyArray, batch: int, q_len: int) -> AnyArray:
     """int32 `[batch or 1, q_len]`: the key that every row stands at.
 
     Args:
@@ -66,7 +67,7 @@ def check_offset_shape(function: str, shape: tuple[int, ...], batch: int, q_len:
         )
 
 
-def rows_at(offset: Any, rows: Any) -> Any:
+def rows_at(offset: AnyArray, rows: AnyArray) -> AnyArray:
     """`row_positions` of int32 arrays of any framework; `rows` counts from 0."""
     return offset if offset.ndim == 2 else offset.reshape(-1, 1) + rows
 
@@ -76,7 +77,7 @@ def check_offsets(function: str, q_len: int, values: np.ndarray) -> None:
     _check_range(function, "q_offset", 1 - MOST, MOST - 1 - q_len, values)
 
 
-def lengths(function: str, name: str, x: Any, batch: int, most: int) -> Any:
+def lengths(function: str, name: str, x: AnyArray, batch: int, most: int) -> AnyArray:
     """int32 `[]` or `[batch or 1]`: numbers of keys, from 0 to `most`.
 
     Raises:
@@ -104,8 +105,14 @@ def check_bounds(function: str, name: str, most: int, values: np.ndarray) -> Non
 
 
 def existing_keys(
-    function: str, segment_ids: tuple[Any, Any], kv_lens: Any, kv_starts: Any, batch: int, q_len: int, kv_len: int
-) -> tuple[Any, Any]:
+    function: str,
+    segment_ids: tuple[AnyArray, AnyArray],
+    kv_lens: AnyArray,
+    kv_starts: AnyArray,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+) -> tuple[AnyArray, AnyArray]:
     """(q_ids, kv_ids), by which a query sees no key before `kv_starts` or from `kv_lens` on.
 
     Args:
@@ -127,7 +134,7 @@ def existing_keys(
     return q_ids, jnp.where(exists, kv_ids.astype(jnp.int32), NOWHERE)
 
 
-def between(columns: Any, lens: Any, starts: Any) -> Any:
+def between(columns: AnyArray, lens: AnyArray, starts: AnyArray) -> AnyArray:
     """Which keys exist, `[batch or 1, kv_len]`, of arrays of any framework, of which one may be None."""
     inside = [] if lens is None else [columns < lens.reshape(-1, 1)]
     inside += [] if starts is None else [columns >= starts.reshape(-1, 1)]
@@ -139,13 +146,13 @@ def check_segments(function: str, values: np.ndarray) -> None:
     _check_range(function, "segment_ids", NOWHERE + 1, -1 - NOWHERE, values)
 
 
-def _integers(function: str, name: str, x: Any) -> Any:
+def _integers(function: str, name: str, x: AnyArray) -> AnyArray:
     array = as_array(function, name, x)
     check_integers(function, name, array, bool(jnp.issubdtype(array.dtype, jnp.integer)))
     return array
 
 
-def check_integers(function: str, name: str, x: Any, integers: bool) -> None:
+def check_integers(function: str, name: str, x: AnyArray, integers: bool) -> None:
     """Raises ShapeError where an array of any framework does not hold `integers`."""
     if not integers:
         _fail(function, f"`{name}` has dtype {str(x.dtype).removeprefix('torch.')}; pass integers.")

@@ -5,30 +5,31 @@ in `checks.py`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from vishwamai.core import dims
 from vishwamai.core.signature import Signature
 from vishwamai.core.spec import QueryKeySpec
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.block_mask import BlockMask, TileMasks, tile_masks, visible_pairs
 
 
 class Operands(NamedTuple):
     """Operands in the op's own layout; `batch` counts folded vmap axes. Query head h reads kv head h // (Hq // Hkv)."""
 
-    query: Annotated[Any, "batch heads q_len qk_dim"]
-    key: Annotated[Any, "batch heads/ kv_len qk_dim"]
-    value: Annotated[Any, "batch heads/ kv_len v_dim"]
-    bias: Annotated[Any, "batch? heads? q_len? kv_len?", "optional"] = None  # floating
-    mask: Annotated[Any, "batch? heads? q_len? kv_len?", "optional"] = None  # bool, True = attend
-    q_segment_ids: Annotated[Any, "batch? q_len", "optional"] = None  # int32
-    kv_segment_ids: Annotated[Any, "batch? kv_len", "optional"] = None  # int32
-    sinks: Annotated[Any, "batch? heads", "optional"] = None  # floating
-    dropout_seed: Annotated[Any, "batch heads _", "optional"] = None  # uint32, two numbers
-    q_positions: Annotated[Any, "batch? q_len", "optional"] = None  # int32: the key that each query row stands at
-    slopes: Annotated[Any, "batch? heads", "optional"] = None  # floating: ALiBi's
+    query: Annotated[AnyArray, "batch heads q_len qk_dim"]
+    key: Annotated[AnyArray, "batch heads/ kv_len qk_dim"]
+    value: Annotated[AnyArray, "batch heads/ kv_len v_dim"]
+    bias: Annotated[AnyArray, "batch? heads? q_len? kv_len?", "optional"] = None  # floating
+    mask: Annotated[AnyArray, "batch? heads? q_len? kv_len?", "optional"] = None  # bool, True = attend
+    q_segment_ids: Annotated[AnyArray, "batch? q_len", "optional"] = None  # int32
+    kv_segment_ids: Annotated[AnyArray, "batch? kv_len", "optional"] = None  # int32
+    sinks: Annotated[AnyArray, "batch? heads", "optional"] = None  # floating
+    dropout_seed: Annotated[AnyArray, "batch heads _", "optional"] = None  # uint32, two numbers
+    q_positions: Annotated[AnyArray, "batch? q_len", "optional"] = None  # int32: the key that each query row stands at
+    slopes: Annotated[AnyArray, "batch? heads", "optional"] = None  # floating: ALiBi's
 
 
 class Outputs(NamedTuple):
@@ -36,8 +37,8 @@ class Outputs(NamedTuple):
     for it.
     """
 
-    out: Annotated[Any, "batch heads q_len v_dim"]
-    logsumexp: Annotated[Any, "batch heads q_len", "optional"] = None
+    out: Annotated[AnyArray, "batch heads q_len v_dim"]
+    logsumexp: Annotated[AnyArray, "batch heads q_len", "optional"] = None
 
 
 @dataclasses.dataclass(frozen=True)

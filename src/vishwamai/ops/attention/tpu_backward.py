@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
 from vishwamai.core.sharding import match_varying
+from vishwamai.core.types import AnyArray, PyTree, Ref
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.tpu_backward_walk import Form, Pass, Walk, sum_shape
 from vishwamai.ops.attention.tpu_backward_walk import body as walk_body
@@ -77,7 +78,7 @@ def _products(
     q_size, kv_size = q_blocks * tiling.block_q, kv_blocks * tiling.block_kv
 
     def place(index: Any) -> Any:
-        def index_map(b: Any, h: Any, step: Any, panels: Any, *_: Any) -> Any:
+        def index_map(b: AnyArray, h: AnyArray, step: AnyArray, panels: Any, *_: Any) -> PyTree:
             panel = Panel(panels, schedule.first_step(h) + step)
             return index(b, h * spec.group + panel.g, panel.q, panel.kv)
 
@@ -92,7 +93,7 @@ def _products(
             block, place(lambda b, h, q, kv: (b, lax.div(h, np.int32(spec.group)), kv, 0)), keys=True
         )
 
-    def at_home(b: Any, h: Any, step: Any, panels: Any, homes: Any, *_: Any) -> Any:
+    def at_home(b: AnyArray, h: AnyArray, step: jax.Array, panels: Ref, homes: Ref, *_: Any) -> PyTree:
         home = Home(homes, schedule.first_step(h) + step)
         return b, h * spec.group + home.g, home.q, 0
 
@@ -118,7 +119,7 @@ def _products(
     def transposes(panel: int, dim: int, block: int, dtype: Any) -> Any:
         return pltpu.VMEM((panel, dim, block), dtype)
 
-    scratch: dict[str, Any] = {}
+    scratch: dict[str, object] = {}
     if spec.by_value:
         scratch |= {name: pltpu.SMEM((schedule.length,), jnp.int32) for name in ("live", "spare")}
     outputs: dict[str, Any] = {}

@@ -16,18 +16,22 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.tiles import Tiles
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.spec import AttentionSpec
 from vishwamai.ops.attention.tpu_forward import for_blocks, rows_of, shown_keys, tile_reader, unless_idle
 from vishwamai.ops.attention.tpu_masks import AttentionRefs, dot, probabilities, query_factor, tile_at, transposed
 from vishwamai.ops.attention.tpu_schedule import Home, Panel, TileSchedule, Tiling
 from vishwamai.ops.attention.tpu_walk import visit_tiles
+
+if TYPE_CHECKING:
+    import jax
 
 
 class Pass(enum.Enum):
@@ -102,14 +106,14 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
     # Where the panel's dq stands among what is kept of it.
     first_query = panel.g * tiling.blocks(spec)[0] + panel.q * tiling.panel_q if home is not None else 0
 
-    def start_keys(j: Any) -> None:
+    def start_keys(j: jax.Array) -> None:
         if phase.dq:
             refs.k_t[j] = transposed(refs.key[rows_of(j, block_kv), :], shown_keys(refs, j))
         if phase.dkv:
             refs.dk_sum[j] = jnp.zeros(refs.dk_sum.shape[1:], jnp.float32)
             refs.dv_sum[j] = jnp.zeros(refs.dv_sum.shape[1:], jnp.float32)
 
-    def start_queries(i: Any) -> None:
+    def start_queries(i: AnyArray) -> None:
         rows = rows_of(i, block_q)
         if phase.dkv and not plan.form.streaming:
             refs.q_t[i] = transposed(refs.query[rows, :])
@@ -117,7 +121,7 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
         if phase.dq and home is None:
             refs.dq_t[i] = jnp.zeros(refs.dq_t.shape[1:], jnp.float32)
 
-    def clear_queries(i: Any) -> None:
+    def clear_queries(i: AnyArray) -> None:
         refs.dq_t[first_query + i] = jnp.zeros(refs.dq_t.shape[1:], jnp.float32)
 
     # What stays for the whole accumulation is prepared when it begins, what passes by at every step.
@@ -130,7 +134,7 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
         pl.when(panel.begins)(lambda: for_blocks(tiling.panel_q, start_queries))
         for_blocks(tiling.panel_kv, start_keys)
 
-    def visit(word: Any, masked: bool) -> None:
+    def visit(word: AnyArray, masked: bool) -> None:
         tile = tile_at(word, tiling, panel.q, panel.kv)
         keys, queries = rows_of(tile.j, block_kv), rows_of(tile.i, block_q)
         # Scaled as they are: here the matrix units have the most to do, and a scaled copy of the queries would be made
@@ -152,10 +156,10 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
     read, counts = tile_reader(spec, tiling, plan.schedule, refs, batch, panel)
     visit_tiles(read, counts, visit, tiling.unroll)
 
-    def finish_queries(i: Any) -> None:
+    def finish_queries(i: AnyArray) -> None:
         refs.dq[rows_of(i, block_q), :] = (refs.dq_t[first_query + i] * spec.scale).T.astype(refs.dq.dtype)
 
-    def finish_keys(j: Any) -> None:
+    def finish_keys(j: jax.Array) -> None:
         rows = rows_of(j, block_kv)
         dk, dv = refs.dk_sum[j] * spec.scale, refs.dv_sum[j]  # see `sum_shape`
         refs.dk[rows, :] = (dk if plan.form.streaming else dk.T).astype(refs.dk.dtype)

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from vishwamai.core.pallas import call
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 from vishwamai.ops.attention.tpu_masks import AttentionRefs, ScoreTile, dot, probabilities, scaled_query
 from vishwamai.ops.attention.tpu_operands import array_operands, pad_axis, scalar_operands, shown_operand, statistics
@@ -88,7 +89,7 @@ def bias_gradient(
     order = (*kept_axes, *(n for n in range(4) if n not in kept_axes))
 
     def place(index: Any) -> Any:
-        def index_map(*args: Any) -> Any:
+        def index_map(*args: PyTree) -> PyTree:
             ids = dict(zip(order, args[:4], strict=True))
             return index(ids[0], ids[1], ids[2], ids[3])
 
@@ -116,7 +117,7 @@ def bias_gradient(
         scalars["tile_ids"] = jnp.asarray(masks.ids.reshape(-1))
     batch, heads, q_len, kv_len = bias.shape
 
-    def index(b: Any, h: Any, *rest: Any) -> tuple[Any, ...]:
+    def index(b: AnyArray, h: AnyArray, *rest: AnyArray) -> tuple[AnyArray, ...]:
         return (b if batch > 1 else 0, h if heads > 1 else 0, *rest)
 
     if q_len > 1 and kv_len > 1:

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
+from vishwamai.core.types import AnyArray, PyTree, Ref
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 from vishwamai.ops.attention.tpu_masks import (
     LN2,
@@ -42,9 +43,9 @@ def tile_reader(
     tiling: Tiling,
     schedule: TileSchedule,
     refs: AttentionRefs,
-    batch: Any,
+    batch: AnyArray,
     panel: Panel,
-) -> tuple[Any, tuple[Any, Any]]:
+) -> tuple[AnyArray, tuple[AnyArray, AnyArray]]:
     """(tile by position, (unmasked tiles, all tiles)) of the current panel, less what segments or positions hide."""
     number = 3 * panel.tiles  # `counts` has (unmasked, all, start) for each panel
     counts, start = (refs.counts[number], refs.counts[number + 1]), refs.counts[number + 2]
@@ -59,7 +60,7 @@ def tile_reader(
     keys_shared = o.kv_segment_ids is None or o.kv_segment_ids.shape[0] == 1
     q_blocks, kv_blocks = tiling.blocks(spec)
 
-    def ranges(ref: Any, shared: bool, blocks: int, first: Any) -> Any:
+    def ranges(ref: Ref, shared: bool, blocks: int, first: AnyArray) -> Any:
         offset = (0 if shared else batch) * blocks + first
         return lambda n: (ref[2 * (offset + n)], ref[2 * (offset + n) + 1])
 
@@ -79,19 +80,19 @@ def tile_reader(
 def for_blocks(count: int, body: Any) -> None:
     """Runs `body(n)` for every block of a panel."""
 
-    def step(n: Any, carry: None) -> None:
+    def step(n: AnyArray, carry: None) -> None:
         body(n)
         return carry
 
     lax.fori_loop(0, count, step, None)
 
 
-def rows_of(n: Any, size: int) -> Any:
+def rows_of(n: AnyArray, size: int) -> Any:
     """Rows of block `n`."""
     return pl.ds(pl.multiple_of(n * size, 128), size)
 
 
-def shown_keys(refs: AttentionRefs, j: Any) -> Any:
+def shown_keys(refs: AttentionRefs, j: AnyArray) -> AnyArray:
     """`[1, block_kv]`: 0 for keys of block `j` that no query sees; None where the kernel has no such keys."""
     return None if refs.exposed is None else refs.exposed[j]
 
@@ -112,7 +113,7 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, schedule:
 
     @pl.when(panel.begins)
     def _() -> None:
-        def start(i: Any) -> None:
+        def start(i: AnyArray) -> None:
             rows = rows_of(i, block_q)
             refs.q_scaled[rows, :] = scaled_query(spec, refs.query[rows, :])
             refs.acc[i] = jnp.zeros(refs.acc.shape[1:], jnp.float32)  # [v_dim, block_q], transposed as the scores
@@ -122,6 +123,7 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, schedule:
             else:
                 sink = refs.sinks[(batch if spec.operands.sinks.shape[0] > 1 else 0) * spec.q_heads + head]
                 refs.m[i] = jnp.full((1, block_q), sink, jnp.float32)
+                # The eight rows of l are partial sums, so a sink counts in one of them alone.
                 first = lax.broadcasted_iota(jnp.int32, (8, block_q), 0) == 0
                 refs.l[i] = jnp.where(first & jnp.full(first.shape, sink > -jnp.inf), 1.0, 0.0)
 
@@ -130,23 +132,23 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, schedule:
     # Within a group the keys and values stay where they are, unless they pass by in several panels.
     @pl.when((g == 0) & (step == 0) if kv_panels == 1 else step >= 0)
     def _() -> None:
-        def start(j: Any) -> None:
+        def start(j: AnyArray) -> None:
             refs.v_t[j] = transposed(refs.value[rows_of(j, block_kv), :], shown_keys(refs, j))
 
         for_blocks(tiling.panel_kv, start)
 
     slots = (refs.scores_0, refs.scores_1)  # two tiles of scores: one is made while the other is used
 
-    def tile_of(word: Any) -> ScoreTile:
+    def tile_of(word: jax.Array) -> ScoreTile:
         return tile_at(word, tiling, panel.q, panel.kv)
 
-    def produce(word: Any, slot: int) -> None:
+    def produce(word: AnyArray, slot: int) -> None:
         tile = tile_of(word)
         slots[slot][...] = dot(
             refs.key[rows_of(tile.j, block_kv), :], refs.q_scaled[rows_of(tile.i, block_q), :], (1, 1)
         )
 
-    def consume(word: Any, slot: int, masked: bool) -> None:
+    def consume(word: AnyArray, slot: int, masked: bool) -> None:
         tile = tile_of(word)
         s, _ = base2_logits(spec, tiling, refs, tile, slots[slot][...], masked)  # [block_kv, block_q]
         m_before = refs.m[tile.i]  # [1, block_q]
@@ -170,7 +172,7 @@ def _body(refs: AttentionRefs, *, spec: AttentionSpec, tiling: Tiling, schedule:
 
     @pl.when(panel.ends)
     def _() -> None:
-        def finish(i: Any) -> None:
+        def finish(i: AnyArray) -> None:
             l = jnp.sum(refs.l[i], axis=0, keepdims=True)  # [1, block_q]
             empty = l == 0.0
             inverse = jnp.where(empty, 0.0, (1.0 / (1.0 - spec.dropout_rate)) / l)  # rows without a key give 0
@@ -189,17 +191,17 @@ def forward(spec: AttentionSpec, tiling: Tiling, vmem_bytes: int, operands: Oper
     q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
 
     def place(index: Any) -> Any:
-        def index_map(b: Any, h: Any, g: Any, step: Any, panels: Any, *_: Any) -> Any:
+        def index_map(b: AnyArray, h: AnyArray, g: AnyArray, step: AnyArray, panels: Any, *_: Any) -> PyTree:
             head = h * spec.group + g
             panel = Panel(panels, schedule.first_step(head) + step)
             return index(b, head, panel.q, panel.kv)
 
         return index_map
 
-    def of_queries(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def of_queries(b: AnyArray, h: AnyArray, q: AnyArray, kv: AnyArray) -> PyTree:
         return b, h, q, 0
 
-    def of_keys(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def of_keys(b: AnyArray, h: AnyArray, q: AnyArray, kv: AnyArray) -> PyTree:
         return b, lax.div(h, np.int32(spec.group)), kv, 0
 
     scalars = {

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 
 from vishwamai.core import dropout
 from vishwamai.core.pallas import LANES
+from vishwamai.core.types import AnyArray, Ref
 from vishwamai.ops.attention.spec import AttentionSpec
 from vishwamai.ops.attention.tpu_schedule import Tiling, unpack_tile
 
@@ -84,18 +85,18 @@ class AttentionRefs(NamedTuple):
     counts: Any = None
     q_range: Any = None
     kv_range: Any = None
-    sinks: Any = None
+    sinks: AnyArray = None
     seeds: Any = None
     tile_ids: Any = None  # [heads or 1, q blocks, kv blocks], flat: patterns of the bias gradient's tiles
     # Operands.
-    query: Any = None  # [panel_q * block_q, D]
+    query: AnyArray = None  # [panel_q * block_q, D]
     do: Any = None  # [panel_q * block_q, Dv]
     key: Any = None  # [panel_kv * block_kv, D]
     value: Any = None  # [panel_kv * block_kv, Dv]
     logsumexp: Any = None  # [panel_q, 1, block_q], of the forward pass a result
-    delta: Any = None  # [panel_q, 1, block_q]: rowsum(dO * O)
-    bias: Any = None
-    mask: Any = None
+    delta: AnyArray = None  # [panel_q, 1, block_q]: rowsum(dO * O)
+    bias: AnyArray = None
+    mask: AnyArray = None
     patterns: Any = None  # [patterns, words, block_q]
     q_ids: Any = None  # [panel_q, 1, block_q]
     kv_ids: Any = None  # [panel_kv, 1, block_kv]
@@ -142,7 +143,7 @@ class ScoreTile:
     pattern: Any
 
 
-def tile_at(word: Any, tiling: Tiling, q_panel: Any, kv_panel: Any) -> ScoreTile:
+def tile_at(word: AnyArray, tiling: Tiling, q_panel: AnyArray, kv_panel: AnyArray) -> ScoreTile:
     """Unpacks a word of the schedule."""
     i, j, pattern = unpack_tile(word)
     row = (q_panel * tiling.panel_q + i) * tiling.block_q
@@ -155,7 +156,7 @@ def _unpacked(words: jax.Array, tiling: Tiling) -> jax.Array:
     return jnp.concatenate([(words & np.array(1 << n, np.uint32).view(np.int32)) != 0 for n in range(bits)], axis=0)
 
 
-def is_dense(x: Any) -> bool:
+def is_dense(x: AnyArray) -> bool:
     """Whether a bias or a mask has a value for every query and key."""
     return x.shape[2] > 1 and x.shape[3] > 1
 
@@ -166,7 +167,7 @@ def _column(row: jax.Array, tiling: Tiling) -> jax.Array:
     return jnp.concatenate([lanes] * (tiling.block_q // LANES), axis=1)
 
 
-def _spread(spec: AttentionSpec, tiling: Tiling, shape: tuple[int, ...], ref: Any, tile: ScoreTile) -> jax.Array:
+def _spread(spec: AttentionSpec, tiling: Tiling, shape: tuple[int, ...], ref: Ref, tile: ScoreTile) -> jax.Array:
     """The tile `[block_kv, block_q]`, or a `[1, block_q]` or `[1, 1]` vector that broadcasts to it, of an operand of
     full `shape`; 32-bit.
     """
@@ -287,7 +288,7 @@ def probabilities(
     tile: ScoreTile,
     s: jax.Array,
     dp: jax.Array,
-    head: Any,
+    head: AnyArray,
     masked: bool,
     of_bias: bool = False,
 ) -> tuple[jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from vishwamai.core.pallas import TPU_DTYPES
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.masks import exposed_keys
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 from vishwamai.ops.attention.tpu_masks import LOG2E, is_dense
@@ -18,7 +19,7 @@ from vishwamai.ops.attention.tpu_schedule import Tiling
 from vishwamai.ops.attention.tpu_walk import id_ranges
 
 
-def pad_axis(x: Any, axis: int, size: int, mode: str = "constant") -> Any:
+def pad_axis(x: AnyArray, axis: int, size: int, mode: str = "constant") -> AnyArray:
     """Pads `axis` to `size`; zeros unless `mode` says otherwise."""
     if x is None or x.shape[axis] == size:
         return x
@@ -124,7 +125,7 @@ def shown_operand(
     _, kv_blocks = tiling.blocks(spec)
     x = pad_axis(visible.astype(jnp.float32), 2, kv_blocks * tiling.block_kv)
 
-    def index(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def index(b: AnyArray, h: AnyArray, q: AnyArray, kv: AnyArray) -> PyTree:
         return b if batch > 1 else 0, lax.div(h, np.int32(spec.group)) if heads > 1 else 0, kv, 0, 0
 
     block = tiling.block_spec((None, None, tiling.panel_kv, 1, tiling.block_kv), place(index))
@@ -172,7 +173,7 @@ def _broadcast_operand(spec: AttentionSpec, tiling: Tiling, x: jax.Array, place:
     batch, heads, rows, columns = x.shape
     q_blocks, kv_blocks = tiling.blocks(spec)
 
-    def index(b: Any, h: Any, *rest: Any) -> tuple[Any, ...]:
+    def index(b: AnyArray, h: AnyArray, *rest: AnyArray) -> tuple[AnyArray, ...]:
         return (b if batch > 1 else 0, h if heads > 1 else 0, *rest)
 
     if is_dense(x):

@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from vishwamai.core.tiles import Tiles, size
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.block_mask import live_tiles as mask_tiles
 from vishwamai.ops.attention.spec import AttentionSpec
 
@@ -63,12 +64,12 @@ MOST_PATTERNS = 1 << 11
 """The most patterns of partly visible tiles, the whole one included."""
 
 
-def pack_tile(i: Any, j: Any, pattern: Any = 0) -> Any:
+def pack_tile(i: AnyArray, j: AnyArray, pattern: AnyArray = 0) -> AnyArray:
     """A tile as one word: local q block, local kv block, number of its pattern in the block mask."""
     return i + (j << 10) + (pattern << 20)
 
 
-def unpack_tile(word: Any) -> tuple[Any, Any, Any]:
+def unpack_tile(word: AnyArray) -> tuple[PyTree, PyTree, PyTree]:
     """(local q block, local kv block, pattern) of a word."""
     return word & 0x3FF, (word >> 10) & 0x3FF, word >> 20
 
@@ -104,7 +105,7 @@ class TileSchedule:
         """Words of scalar memory."""
         return self.panels.size + self.tiles.size + self.counts.size
 
-    def first_step(self, walk: Any) -> Any:
+    def first_step(self, walk: AnyArray) -> Any:
         """Where the steps of a walk start; 0 where one walk serves all heads."""
         return 0 if len(self.panels) == 1 else walk * self.steps
 
@@ -117,15 +118,15 @@ class Panel:
     step: Any
 
     @property
-    def q(self) -> Any:
+    def q(self) -> AnyArray:
         return self.words[2 * self.step] & 0xFFFF
 
     @property
-    def kv(self) -> Any:
+    def kv(self) -> AnyArray:
         return self.words[2 * self.step] >> 16
 
     @property
-    def g(self) -> Any:
+    def g(self) -> AnyArray:
         return self.words[2 * self.step + 1] & 0x1FFF
 
     @property
@@ -133,15 +134,15 @@ class Panel:
         return (self.words[2 * self.step + 1] & 0x2000) != 0
 
     @property
-    def begins(self) -> Any:
+    def begins(self) -> AnyArray:
         return (self.words[2 * self.step + 1] & 0x4000) != 0
 
     @property
-    def ends(self) -> Any:
+    def ends(self) -> AnyArray:
         return (self.words[2 * self.step + 1] & 0x8000) != 0
 
     @property
-    def tiles(self) -> Any:
+    def tiles(self) -> AnyArray:
         return self.words[2 * self.step + 1] >> 16
 
 
@@ -155,22 +156,22 @@ class Home:
     step: Any
 
     @property
-    def q(self) -> Any:
+    def q(self) -> AnyArray:
         """The q panel that is written next, in this step or later: the output's block until then."""
         return self.words[self.step] & 0xFFFF
 
     @property
-    def g(self) -> Any:
+    def g(self) -> AnyArray:
         """Its query head within the walk."""
         return (self.words[self.step] >> 16) & 0x1FFF
 
     @property
-    def first(self) -> Any:
+    def first(self) -> AnyArray:
         """Whether the step is the first that adds to its own q panel's dq."""
         return (self.words[self.step] & 1 << 29) != 0
 
     @property
-    def last(self) -> Any:
+    def last(self) -> AnyArray:
         """Whether it is the last one, which writes it."""
         return (self.words[self.step] & 1 << 30) != 0
 

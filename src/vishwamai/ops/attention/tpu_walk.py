@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.tpu_schedule import unpack_tile
 
 
@@ -24,13 +25,13 @@ def id_ranges(ids: jax.Array, block: int) -> jax.Array:
 
 def live_tiles(
     read: Callable[[Any], Any],
-    counts: tuple[Any, Any],
+    counts: tuple[AnyArray, AnyArray],
     q_range: Callable[[Any], tuple[Any, Any]],
     kv_range: Callable[[Any], tuple[Any, Any]],
     out_ref: Any,
     spare_ref: Any,
     unroll: int,
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """Writes to `out_ref` the tiles whose ranges overlap, the unmasked first; returns the new counts.
 
     Args:
@@ -40,13 +41,14 @@ def live_tiles(
     """
     plain, count = counts
 
-    def visit(t: Any, counts: tuple[Any, Any]) -> tuple[Any, Any]:
+    def visit(t: AnyArray, counts: tuple[AnyArray, AnyArray]) -> tuple[AnyArray, AnyArray]:
         n_plain, n_rest = counts
         tile = read(t)
         i, j, _ = unpack_tile(tile)
         q_min, q_max = q_range(i)
         kv_min, kv_max = kv_range(j)
         meet = (q_min <= kv_max) & (kv_min <= q_max)
+        # one id on each side: no element of the tile needs the mask
         uniform = (t < plain) & (q_min == q_max) & (kv_min == kv_max)
         # Written where it would go in either case; only the counters say whether it stays.
         out_ref[n_plain] = tile
@@ -55,18 +57,20 @@ def live_tiles(
 
     n_plain, n_rest = lax.fori_loop(0, count, visit, (jnp.int32(0), jnp.int32(0)))
 
-    def move(t: Any, carry: None) -> None:
+    def move(t: AnyArray, carry: None) -> None:
         out_ref[n_plain + t] = spare_ref[t]
         return carry
 
     lax.fori_loop(0, n_rest, move, None)
+    # `walk` produces the scores of one position past the end: there of blocks (0, 0).
     out_ref[n_plain + n_rest] = 0
+    # Unmasked tiles that do not fill a turn of the unrolled loop are visited with a mask, which hides nothing of them.
     return n_plain - lax.rem(n_plain, np.int32(unroll)), n_plain + n_rest
 
 
 def walk(
     read: Callable[[Any], Any],
-    counts: tuple[Any, Any],
+    counts: tuple[AnyArray, AnyArray],
     produce: Callable[[Any, int], None],
     consume: Callable[[Any, int, bool], None],
     unroll: int,
@@ -81,20 +85,21 @@ def walk(
       consume: `(tile, slot, masked)`: uses them.
     """
     plain, count = counts
+    # Scores alternate between two buffers, so that the products of one tile overlap the softmax of the tile before.
     produce(read(0), 0)
 
-    def step(t: Any, slot: int, masked: bool) -> None:
+    def step(t: AnyArray, slot: int, masked: bool) -> None:
         produce(read(t + 1), 1 - slot)
         consume(read(t), slot, masked)
 
-    def unmasked(n: Any, carry: None) -> None:
+    def unmasked(n: AnyArray, carry: None) -> None:
         for u in range(unroll):
             step(n * unroll + u, u % 2, False)
         return carry
 
     lax.fori_loop(0, lax.div(plain, np.int32(unroll)), unmasked, None)
 
-    def masked_pair(n: Any, carry: None) -> None:
+    def masked_pair(n: AnyArray, carry: None) -> None:
         t = plain + 2 * n
         step(t, 0, True)
         pl.when(t + 1 < count)(lambda: step(t + 1, 1, True))
@@ -104,7 +109,7 @@ def walk(
 
 
 def visit_tiles(
-    read: Callable[[Any], Any], counts: tuple[Any, Any], visit: Callable[[Any, bool], None], unroll: int
+    read: Callable[[Any], Any], counts: tuple[AnyArray, AnyArray], visit: Callable[[Any, bool], None], unroll: int
 ) -> None:
     """Visits a list of tiles, those that need no mask `unroll` at a time, which leaves it to the compiler to interleave
     them.
@@ -116,12 +121,12 @@ def visit_tiles(
     """
     plain, count = counts
 
-    def unmasked(n: Any, carry: None) -> None:
+    def unmasked(n: AnyArray, carry: None) -> None:
         for u in range(unroll):
             visit(read(n * unroll + u), False)
         return carry
 
-    def masked(t: Any, carry: None) -> None:
+    def masked(t: AnyArray, carry: None) -> None:
         visit(read(t), True)
         return carry
 

@@ -15,6 +15,7 @@ from vishwamai.core.config import current_config
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.sharding import explicit_mesh, mesh_axes
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import AnyArray
 from vishwamai.core.value_checks import check_values, is_known
 from vishwamai.ops.attention.api import flash_attention
 from vishwamai.ops.attention.split.ring import to_zigzag
@@ -218,7 +219,7 @@ def flash_attention_varlen(
     return jax.tree.map(lambda x: x[0], results)
 
 
-def _sequence_of(starts: Any, total: int) -> Any:
+def _sequence_of(starts: jax.Array, total: int) -> AnyArray:
     """The number of the sequence of every position; the count of sequences after the last one."""
     positions = jnp.arange(total, dtype=starts.dtype)
     if not isinstance(starts.shape[0], int):  # of a symbol of jax.export, which no search takes
@@ -226,14 +227,14 @@ def _sequence_of(starts: Any, total: int) -> Any:
     return jnp.searchsorted(starts, positions, side="right").astype(jnp.int32) - 1
 
 
-def _in_zigzag(ids: Any, x: Any) -> Any:
+def _in_zigzag(ids: Any, x: AnyArray) -> Any:
     """The ids of the rows of `x`, which lie in zig-zag order on the devices over which they are split."""
     mesh = explicit_mesh(x)
     devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh_axes(jax.typeof(x).sharding.spec[0]))
     return ids if devices == 1 else to_zigzag(ids, devices, axis=0)
 
 
-def _positions(q_ids: Any, q_starts: Any, kv_starts: Any, bottom_right: bool) -> Any:
+def _positions(q_ids: jax.Array, q_starts: jax.Array, kv_starts: jax.Array, bottom_right: bool) -> AnyArray:
     """The packed key that every row stands at."""
     ends = slice(1, None) if bottom_right else slice(None, -1)
     shift = (kv_starts[ends] - q_starts[ends]).astype(jnp.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 
@@ -14,6 +14,7 @@ from vishwamai.core.segments import check_segment_ids
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import OpSpec
+from vishwamai.core.types import AnyArray
 
 
 class Operands(NamedTuple):
@@ -21,18 +22,18 @@ class Operands(NamedTuple):
     that the filter reaches.
     """
 
-    x: Annotated[Any, "batch seq channels"]
-    weight: Annotated[Any, "batch? channels history+1"]
-    bias: Annotated[Any, "batch? channels", "optional"] = None
-    initial_state: Annotated[Any, "batch history channels", "optional"] = None
-    segment_ids: Annotated[Any, "batch? seq", "optional"] = None
+    x: Annotated[AnyArray, "batch seq channels"]
+    weight: Annotated[AnyArray, "batch? channels history+1"]
+    bias: Annotated[AnyArray, "batch? channels", "optional"] = None
+    initial_state: Annotated[AnyArray, "batch history channels", "optional"] = None
+    segment_ids: Annotated[AnyArray, "batch? seq", "optional"] = None
 
 
 class Outputs(NamedTuple):
     """`y` and `state`, the last `history` tokens; both in the dtype of x."""
 
-    y: Annotated[Any, "batch seq channels"]
-    state: Annotated[Any, "batch history channels", "optional"] = None
+    y: Annotated[AnyArray, "batch seq channels"]
+    state: Annotated[AnyArray, "batch history channels", "optional"] = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from vishwamai.core.op import Op
 from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.signature import array_specs, as_arrays, public_call
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.delta.chunked import XLA_CHUNKED
 from vishwamai.ops.delta.reference import XLA
 from vishwamai.ops.delta.spec import (
@@ -165,7 +166,7 @@ def state_space(
     return _call(name, arrays, 1.0, False, return_state, config, implementation)
 
 
-def _with_channels(function: str, decay: Any) -> Any:
+def _with_channels(function: str, decay: AnyArray) -> AnyArray:
     """`with_channels` of what may become an array."""
     return with_channels(function, None if decay is None else as_array(function, "decay", decay))
 

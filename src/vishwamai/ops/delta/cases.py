@@ -8,20 +8,21 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.delta.api import gated_delta_rule, linear_attention, state_space
 
 
 def decaying_delta_rule(
-    query: Any,
-    key: Any,
-    value: Any,
-    log_decay: Any = None,
-    logit: Any = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    log_decay: AnyArray = None,
+    logit: AnyArray = None,
     *,
     decay_scale: float = 1.0,
     linear: bool = False,
-    **how: Any,
-) -> Any:
+    **how: PyTree,
+) -> PyTree:
     """`gated_delta_rule`, or `linear_attention`, of decays below 0 and betas in (0, 1) that random numbers become."""
     decay = None if log_decay is None else -decay_scale * jax.nn.softplus(log_decay)
     if linear:
@@ -29,7 +30,7 @@ def decaying_delta_rule(
     return gated_delta_rule(query, key, value, decay, None if logit is None else jax.nn.sigmoid(logit), **how)
 
 
-def positive_state_space(x: Any, step: Any, rate: Any, B: Any, C: Any, D: Any = None, **how: Any) -> Any:
+def positive_state_space(x: AnyArray, step: Any, rate: Any, B: Any, C: Any, D: Any = None, **how: Any) -> Any:
     """`state_space` of positive steps and negative rates."""
     return state_space(x, jax.nn.softplus(step), -jnp.exp(rate), B, C, D, **how)
 

@@ -28,6 +28,7 @@ from vishwamai.core.segments import segment_numbers
 from vishwamai.core.sharding import match_varying
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.delta.reference import start_state, with_skip
 from vishwamai.ops.delta.spec import DeltaSpec, Operands, Outputs
 
@@ -227,7 +228,7 @@ def chunks_of(spec: DeltaSpec, operands: Operands, size: int) -> tuple[Chunk, in
     count = -(-spec.seq // size)
     groups = max(1, spec.key_heads)
 
-    def cut(x: Any, heads: int) -> Any:
+    def cut(x: AnyArray, heads: int) -> AnyArray:
         if x is None:
             return None
         x = x.astype(spec.accumulator)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +10,7 @@ from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation
 from vishwamai.core.segments import segment_numbers
 from vishwamai.core.sharding import match_varying
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.delta.spec import DeltaSpec, Operands, Outputs
 
 
@@ -34,7 +33,7 @@ def forward(spec: DeltaSpec, operands: Operands) -> tuple[Outputs, None]:
     acc = spec.accumulator
     repeats = spec.heads // max(1, spec.key_heads)
 
-    def by_token(x: Any) -> Any:
+    def by_token(x: AnyArray) -> AnyArray:
         return None if x is None else jnp.moveaxis(x.astype(acc), 2, 0)
 
     query, key = (jnp.repeat(by_token(x), repeats, axis=2) for x in (operands.query, operands.key))
@@ -44,7 +43,7 @@ def forward(spec: DeltaSpec, operands: Operands) -> tuple[Outputs, None]:
         begins = jnp.diff(numbers, axis=0, prepend=jnp.zeros_like(numbers[:1])) > 0
     tokens = query, key, by_token(operands.value), by_token(operands.decay), by_token(operands.beta), begins
 
-    def step(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+    def step(state: jax.Array, token: PyTree) -> tuple[jax.Array, jax.Array]:
         q, k, v, decay, beta, begins = token
         if decay is not None:
             state = state * jnp.exp(decay)[..., None]

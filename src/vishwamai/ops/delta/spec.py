@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 
@@ -14,6 +14,7 @@ from vishwamai.core.segments import check_segment_ids
 from vishwamai.core.shape_checks import Argument, check_float, check_shapes
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import OpSpec
+from vishwamai.core.types import AnyArray
 
 
 class Operands(NamedTuple):
@@ -21,21 +22,21 @@ class Operands(NamedTuple):
     query and key.
     """
 
-    value: Annotated[Any, "batch heads seq value_dim"]
-    query: Annotated[Any, "batch heads/ seq key_dim"]
-    key: Annotated[Any, "batch heads/ seq key_dim"]
-    decay: Annotated[Any, "batch heads seq key_dim?", "optional"] = None  # logarithm
-    beta: Annotated[Any, "batch heads seq", "optional"] = None
-    skip: Annotated[Any, "batch? heads", "optional"] = None
-    initial_state: Annotated[Any, "batch heads key_dim value_dim", "optional"] = None
-    segment_ids: Annotated[Any, "batch? seq", "optional"] = None
+    value: Annotated[AnyArray, "batch heads seq value_dim"]
+    query: Annotated[AnyArray, "batch heads/ seq key_dim"]
+    key: Annotated[AnyArray, "batch heads/ seq key_dim"]
+    decay: Annotated[AnyArray, "batch heads seq key_dim?", "optional"] = None  # logarithm
+    beta: Annotated[AnyArray, "batch heads seq", "optional"] = None
+    skip: Annotated[AnyArray, "batch? heads", "optional"] = None
+    initial_state: Annotated[AnyArray, "batch heads key_dim value_dim", "optional"] = None
+    segment_ids: Annotated[AnyArray, "batch? seq", "optional"] = None
 
 
 class Outputs(NamedTuple):
     """`y` in the dtype of value; `state` in the dtype of sums, None unless the call asks for it."""
 
-    y: Annotated[Any, "batch heads seq value_dim"]
-    state: Annotated[Any, "batch heads key_dim value_dim", "optional"] = None
+    y: Annotated[AnyArray, "batch heads seq value_dim"]
+    state: Annotated[AnyArray, "batch heads key_dim value_dim", "optional"] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +154,12 @@ def describe(operands: Operands, function: str, scale: float | None, correction:
     return DeltaSpec(SIGNATURE.specs(operands), factor, correction, return_state)
 
 
-def state_space_decay(dt: Any, A: Any) -> Any:
+def state_space_decay(dt: AnyArray, A: AnyArray) -> AnyArray:
     """The log-decays `[batch, heads, seq, 1 or state_dim]` of a state space, of arrays of JAX or torch."""
     return dt[..., None] * (A[:, None, None] if A.ndim == 1 else A[:, None, :])
 
 
-def with_channels(function: str, decay: Any) -> Any:
+def with_channels(function: str, decay: AnyArray) -> AnyArray:
     """A decay, of JAX or torch, with an axis of channels, 1 where they share it; None stays.
 
     Raises:
@@ -174,7 +175,16 @@ def with_channels(function: str, decay: Any) -> Any:
     return decay[..., None]
 
 
-def check_state_space(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, initial_state: Any, segment_ids: Any) -> None:
+def check_state_space(
+    x: AnyArray,
+    dt: AnyArray,
+    A: AnyArray,
+    B: AnyArray,
+    C: AnyArray,
+    D: AnyArray,
+    initial_state: AnyArray,
+    segment_ids: AnyArray,
+) -> None:
     """Checks the arrays of `state_space`, of JAX or torch, by the names that its caller knows.
 
     Raises:

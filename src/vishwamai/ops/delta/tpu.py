@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from vishwamai.core.pallas import TPU_DTYPES, VmemTiles, call, dot, round_up, ti
 from vishwamai.core.segments import segment_numbers
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import size
+from vishwamai.core.types import Ref
 from vishwamai.ops.delta import chunked
 from vishwamai.ops.delta.spec import DeltaSpec, Operands, Outputs
 
@@ -144,6 +145,7 @@ def _read_rows(spec: DeltaSpec, rows: jax.Array, row: jax.Array, column: jax.Arr
     def upright(i: int) -> jax.Array:
         return jnp.sum(jnp.where(row == column, line(i), 0.0), axis=1, keepdims=True)  # [chunk, 1]
 
+    # Sums of the coarse parts, multiples of a grid, are exact: differences of long sums lose no digits.
     coarse, fine, past = upright(_COARSE), upright(_FINE), row > column
     enters = jnp.exp(coarse + fine)  # [chunk, 1]: decay from the chunk's start to each token
     # From each token to the end of the chunk.
@@ -162,14 +164,14 @@ def _read_rows(spec: DeltaSpec, rows: jax.Array, row: jax.Array, column: jax.Arr
 
 
 def _kernel(
-    query_ref: Any,
-    key_ref: Any,
-    value_ref: Any,
-    rows_ref: Any,
-    start_ref: Any,
-    y_ref: Any,
-    state_out: Any,
-    state_ref: Any,
+    query_ref: Ref,
+    key_ref: Ref,
+    value_ref: Ref,
+    rows_ref: Ref,
+    start_ref: Ref | None,
+    y_ref: Ref,
+    state_out: Ref | None,
+    state_ref: Ref,
     *,
     spec: DeltaSpec,
     config: DeltaConfig,
@@ -208,7 +210,7 @@ def _kernel(
     of_state = [product(pairs[h // group], state_ref[h], (1, 0)) for h in heads]  # [2 chunk, value_dim]
     rows = [_read_rows(spec, rows_ref[h], row, column) for h in heads]
     values = [masked(value_ref[h]).astype(jnp.float32) for h in heads]
-    updates = values
+    updates = values  # [chunk, value_dim] of each head
     if spec.correction:
         updates = [v - r.enters * x[chunk:] for v, r, x in zip(updates, rows, of_state, strict=True)]  # v - e^G S^T k
     if spec.operands.beta is not None:

@@ -19,6 +19,7 @@ from vishwamai.core.quantized.packed_product import packed_product
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import ArraySpec, array_spec, as_array
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.gated.cpu import NATIVE
 from vishwamai.ops.gated.gpu import TRITON
 from vishwamai.ops.gated.reference import XLA
@@ -160,7 +161,7 @@ def _quantized(x: jax.Array, weights: Any) -> Operands:
     return Operands(x, gate, up, None, gate_scale, up_scale)
 
 
-def _packed(x: Any, weights: Any, activation: str | None, config: Any, implementation: str | None) -> Any:
+def _packed(x: AnyArray, weights: AnyArray, activation: str | None, config: Any, implementation: str | None) -> Any:
     if not all(isinstance(w, PackedQTensor) for w in weights) or config is not None:
         raise ShapeError(
             f"gated_linear_unit: `weights` is {weights}, `config` {config}; pass two PackedQTensors and no config, or "

@@ -5,27 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison, qtensor_of_bytes
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.gated.api import gated_linear_unit
 
 
 def gated(
-    x: Any, gate: Any = None, up: Any = None, joint: Any = None, activation: str | None = "silu", **how: Any
-) -> Any:
+    x: AnyArray,
+    gate: AnyArray = None,
+    up: AnyArray = None,
+    joint: Any = None,
+    activation: str | None = "silu",
+    **how: Any,
+) -> AnyArray:
     """`gated_linear_unit` with its weights as arrays of their own, as a case needs them."""
     return gated_linear_unit(x, (gate, up) if joint is None else joint, activation, **how)
 
 
 def quantized_gated(
-    x: Any,
-    gate: Any,
-    up: Any,
-    gate_scales: Any,
-    up_scales: Any,
+    x: AnyArray,
+    gate: AnyArray,
+    up: AnyArray,
+    gate_scales: AnyArray,
+    up_scales: AnyArray,
     *,
     format: str,
     activation: str | None = "silu",
     **how: Any,
-) -> Any:
+) -> AnyArray:
     """`gated_linear_unit` of QTensors that are made of bytes, see `qtensor_of_bytes`.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,11 @@ from vishwamai.core import ffi
 from vishwamai.core.activations import ACTIVATIONS
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
+
+if TYPE_CHECKING:
+    import jax
 
 
 def why_not(spec: GatedSpec, target: Target) -> str | None:
@@ -63,11 +67,11 @@ def backward(spec: GatedSpec, operands: Operands, residuals: Residuals, cotangen
     storage, native = _storage(spec), _native_operands(spec, operands)
     arguments = (*native[:4], *(a.astype(storage) for a in (*residuals, cotangents.h)))
 
-    def dtype_of(operand: Any, groups: int) -> Any:
+    def dtype_of(operand: jax.Array, groups: int) -> Any:
         """Of the kernel's gradient: the accumulation dtype where groups of it are still to be summed."""
         return spec.accumulator if operand.shape[0] < groups else storage
 
-    def finish(gradient: Any, operand: Any) -> Any:
+    def finish(gradient: AnyArray, operand: AnyArray) -> AnyArray:
         if operand is None:
             return None
         if gradient.shape[0] > operand.shape[0]:

@@ -16,6 +16,7 @@ from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, stage_count, warp_count
+from vishwamai.core.types import PyTree
 from vishwamai.ops.gated.gpu_arguments import Strides
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
 
@@ -101,7 +102,7 @@ def _aligned(spec: GatedSpec, *columns: int) -> bool:
     return all(n * spec.operands.x.dtype.itemsize % 16 == 0 for n in columns)
 
 
-def _weights(spec: GatedSpec, operands: Operands) -> tuple[dict[str, Any], dict[str, int]]:
+def _weights(spec: GatedSpec, operands: Operands) -> tuple[dict[str, PyTree], dict[str, int]]:
     """(buffers, strides) of the weights as the kernels take them."""
     size = spec.k * spec.n
     if operands.joint is None:
@@ -170,7 +171,7 @@ def backward(
     return Operands(dx, *_gradients_of_weights(spec, operands, d_gate, d_up))
 
 
-def _gradient_of_x(spec: GatedSpec, operands: Operands, d_gate: Any, d_up: Any) -> Any:
+def _gradient_of_x(spec: GatedSpec, operands: Operands, d_gate: object, d_up: object) -> Any:
     weights, strides = _weights(spec, operands)
     groups, x = operands.x.shape[0], spec.operands.x
     config = _tiles(spec, groups, spec.m, spec.k, spec.n, 1)
@@ -196,7 +197,7 @@ def _gradient_of_x(spec: GatedSpec, operands: Operands, d_gate: Any, d_up: Any) 
     return dx
 
 
-def _gradients_of_weights(spec: GatedSpec, operands: Operands, d_gate: Any, d_up: Any) -> tuple[Any, Any, Any]:
+def _gradients_of_weights(spec: GatedSpec, operands: Operands, d_gate: object, d_up: object) -> tuple[Any, Any, Any]:
     """(of gate, of up, of both in one array)."""
     like: Any = operands.gate if operands.joint is None else operands.joint
     groups, size = like.shape[0], spec.k * spec.n

@@ -14,31 +14,32 @@ from vishwamai.core.qtensor import bits
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import OpSpec
+from vishwamai.core.types import AnyArray
 
 
 class Operands(NamedTuple):
     """Operands in the op's own layout; `groups` counts folded vmap axes, 1 where an operand is shared between them."""
 
-    x: Annotated[Any, "groups? rows features"]
-    gate: Annotated[Any, "groups? features hidden", "optional"]  # or `joint`
-    up: Annotated[Any, "groups? features hidden", "optional"]  # or `joint`
-    joint: Annotated[Any, "groups? _ features hidden", "optional"]  # gate and up in one array
+    x: Annotated[AnyArray, "groups? rows features"]
+    gate: Annotated[AnyArray, "groups? features hidden", "optional"]  # or `joint`
+    up: Annotated[AnyArray, "groups? features hidden", "optional"]  # or `joint`
+    joint: Annotated[AnyArray, "groups? _ features hidden", "optional"]  # gate and up in one array
     # Of a quantized gate and up, whose columns they multiply; in the dtype of sums.
-    gate_scale: Annotated[Any, "groups? hidden", "optional"] = None
-    up_scale: Annotated[Any, "groups? hidden", "optional"] = None
+    gate_scale: Annotated[AnyArray, "groups? hidden", "optional"] = None
+    up_scale: Annotated[AnyArray, "groups? hidden", "optional"] = None
 
 
 class Outputs(NamedTuple):
     """`h` is the gated product."""
 
-    h: Annotated[Any, "groups rows hidden"]
+    h: Annotated[AnyArray, "groups rows hidden"]
 
 
 class Residuals(NamedTuple):
     """Both products, rounded to the dtype of the operands; kept only where a gradient will be asked for."""
 
-    gate: Annotated[Any, "groups rows hidden"]
-    up: Annotated[Any, "groups rows hidden"]
+    gate: Annotated[AnyArray, "groups rows hidden"]
+    up: Annotated[AnyArray, "groups rows hidden"]
 
 
 @dataclasses.dataclass(frozen=True)

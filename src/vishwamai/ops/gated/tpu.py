@@ -23,6 +23,7 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, by_rows, call, zero_past
 from vishwamai.core.target import Target
 from vishwamai.core.tpu_dequantize import widen
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
 from vishwamai.ops.gated.tpu_backward import backward, served
 from vishwamai.ops.gated.tpu_tiles import GatedConfig, clamped, heuristic
@@ -89,6 +90,8 @@ def _kernel(
             sums.append(product)
             if sum_ref is not None:
                 sum_ref[...] = product
+        # Ungated sums give a wrong h until the last step, which writes over it: the gate then hides behind the
+        # products.
         if gate_every_step:
             gate, up = scaled(*sums)
             h_ref[...] = (activate(spec.activation, gate) * up).astype(h_ref.dtype)
@@ -122,7 +125,7 @@ def forward(
     x, gate, up, joint, gate_scale, up_scale = operands
     bm, bn, bk = clamped((config.block_m, config.block_n, config.block_k), spec.m, spec.n, spec.k)
 
-    def weights(part: int, w: Any) -> pl.BlockSpec:
+    def weights(part: int, w: AnyArray) -> pl.BlockSpec:
         per_group = w.shape[0] > 1
         if joint is None:
             return pl.BlockSpec((None, bk, bn), lambda g, i, j, r: (g if per_group else 0, r, j))

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import by_rows, call, dot, zero_past
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.gated import reference
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
 from vishwamai.ops.gated.tpu_tiles import GatedConfig, clamped
@@ -94,7 +95,7 @@ def _grad_x_kernel(
         pl.when(step == steps - 1)(lambda: by_rows(sum_ref.shape[0], finish))
 
 
-def _each_step(step: Any, steps: int, tail: int, size: int, grow: Any) -> None:
+def _each_step(step: AnyArray, steps: int, tail: int, size: int, grow: Any) -> None:
     """`grow` with what is valid of a step's depth: all of it, or in the last step a ragged tail."""
     if tail == size or steps == 1:
         grow(tail if steps == 1 else size)
@@ -202,7 +203,7 @@ def _grad_w_kernel(
 
 def _grad_w(
     spec: GatedSpec, config: GatedConfig, operands: Operands, d_gate: jax.Array, d_up: jax.Array
-) -> tuple[Any, Any, Any]:
+) -> tuple[AnyArray, AnyArray, AnyArray]:
     """(of gate, of up, of both in one array)."""
     x, joint = operands.x, operands.joint
     assert config.grad_w is not None

@@ -22,6 +22,7 @@ from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve
 from vishwamai.core.sharding import explicit_mesh, mesh_axis_size
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import AnyArray
 from vishwamai.core.value_checks import check_values
 from vishwamai.ops.loss import at_once, gathered
 from vishwamai.ops.loss.chunked import XLA_CHUNKED
@@ -304,7 +305,7 @@ def _pieces(plan: CallPlan, axis: str, count: int, arrays: Operands) -> Outputs:
     return Outputs(*(None if y is None else jnp.moveaxis(y, 0, -1).reshape(*labels.shape, count) for y in pieces))
 
 
-def _sum(plan: CallPlan, tokens: at_once.Tokens, label_smoothing: float, z_loss: float) -> Any:
+def _sum(plan: CallPlan, tokens: at_once.Tokens, label_smoothing: float, z_loss: float) -> AnyArray:
     """The sum of the losses, whose gradients are computed with it."""
     x, weight, bias, labels, shares = tokens
     flat = at_once.Tokens(x.reshape(-1, x.shape[-1]), weight, bias, labels.reshape(-1), shares.reshape(-1))
@@ -325,7 +326,7 @@ def _telling(plan: CallPlan, arrays: Any) -> Iterator[None]:
         raise translated from error
 
 
-def _of_labels(class_weights: Any, labels: Any, labelled: Any) -> Any:
+def _of_labels(class_weights: jax.Array, labels: AnyArray, labelled: jax.Array) -> AnyArray:
     """The class weight of each token's label, `[...]`; 0 where the label is ignored or unknown."""
     mesh, sharding = explicit_mesh((class_weights, labels)), None
     if mesh is not None:

@@ -22,6 +22,7 @@ from vishwamai.core.config import ambient_target
 from vishwamai.core.jax_private import is_linearized
 from vishwamai.core.promotion import by_default
 from vishwamai.core.sharding import Axes, explicit_mesh, partitioned
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.loss.compose import compose
 from vishwamai.ops.loss.cpu import NATIVE, TOTAL, total_with_gradients
 from vishwamai.ops.loss.spec import SIGNATURE, Operands
@@ -30,19 +31,19 @@ from vishwamai.ops.loss.spec import SIGNATURE, Operands
 class Tokens(NamedTuple):
     """The arrays of a sum."""
 
-    x: Annotated[Any, "tokens features"]
-    weight: Annotated[Any, "vocab features"]  # of x's dtype
-    bias: Annotated[Any, "vocab", "optional"]  # in the accumulation dtype
-    labels: Annotated[Any, "tokens"]  # int32
-    shares: Annotated[Any, "tokens"]  # in the accumulation dtype: what each loss is multiplied by; 0: it has none
+    x: Annotated[AnyArray, "tokens features"]
+    weight: Annotated[AnyArray, "vocab features"]  # of x's dtype
+    bias: Annotated[AnyArray, "vocab", "optional"]  # in the accumulation dtype
+    labels: Annotated[AnyArray, "tokens"]  # int32
+    shares: Annotated[AnyArray, "tokens"]  # in the accumulation dtype: what each loss is multiplied by; 0: it has none
 
 
 class Slopes(NamedTuple):
     """The gradients of a sum, in the accumulation dtype."""
 
-    x: Annotated[Any, "tokens features"]
-    weight: Annotated[Any, "vocab features", "optional"]
-    bias: Annotated[Any, "vocab", "optional"]
+    x: Annotated[AnyArray, "tokens features"]
+    weight: Annotated[AnyArray, "vocab features", "optional"]
+    bias: Annotated[AnyArray, "vocab", "optional"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Sum:
     label_smoothing: float
     z_loss: float
 
-    def unmerged(self, tokens: Tokens) -> Any:
+    def unmerged(self, tokens: Tokens) -> AnyArray:
         """The sum by the op, whose gradients compute the logits again."""
         arrays, shares = Operands(*tokens[:4], None), tokens.shares
         outputs = execute.run(self.plan, SIGNATURE.pack(arrays))
@@ -91,13 +92,13 @@ def total(loss_sum: Sum, tokens: Tokens) -> Any:
     return loss_sum.unmerged(tokens)
 
 
-def _total_fwd(loss_sum: Sum, tokens: Any) -> tuple[Any, Slopes]:
+def _total_fwd(loss_sum: Sum, tokens: Any) -> tuple[PyTree, Slopes]:
     of_weight = tokens.weight.perturbed
     primals = jax.tree.map(lambda leaf: leaf.value, tokens, is_leaf=lambda node: hasattr(node, "perturbed"))
     return _with_slopes(loss_sum, of_weight, primals)
 
 
-def _total_bwd(loss_sum: Sum, slopes: Slopes, cotangent: Any) -> tuple[Tokens]:
+def _total_bwd(loss_sum: Sum, slopes: Slopes, cotangent: AnyArray) -> tuple[Tokens]:
     if isinstance(cotangent, SymbolicZero):
         like: Any = cotangent.aval
         cotangent = jnp.zeros(like.shape, like.dtype)
@@ -111,7 +112,7 @@ total.defvjp(by_default(_total_fwd), by_default(_total_bwd), symbolic_zeros=True
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_slopes(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
+def _with_slopes(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[PyTree, Slopes]:
     """(the sum, its gradients); differentiable once more through the op."""
     return _batchable(loss_sum, of_weight)(tokens)
 
@@ -120,7 +121,7 @@ def _with_slopes_fwd(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[An
     return _with_slopes(loss_sum, of_weight, tokens), tokens
 
 
-def _with_slopes_bwd(loss_sum: Sum, of_weight: bool, tokens: Tokens, cotangents: Any) -> tuple[Tokens]:
+def _with_slopes_bwd(loss_sum: Sum, of_weight: bool, tokens: Tokens, cotangents: PyTree) -> tuple[Tokens]:
     floats = Slopes(tokens.x, tokens.weight, tokens.bias)
     pull = jax.vjp(lambda floats: _unmerged(loss_sum, of_weight, tokens._replace(**floats._asdict())), floats)[1]
     (slopes,) = pull(cotangents)
@@ -130,7 +131,7 @@ def _with_slopes_bwd(loss_sum: Sum, of_weight: bool, tokens: Tokens, cotangents:
 _with_slopes.defvjp(by_default(_with_slopes_fwd), by_default(_with_slopes_bwd))
 
 
-def _unmerged(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
+def _unmerged(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[PyTree, Slopes]:
     """`_with_slopes` by the op."""
     merged = jax.value_and_grad(lambda floats: loss_sum.unmerged(tokens._replace(**floats._asdict())))
     loss, slopes = merged(Slopes(tokens.x, tokens.weight, tokens.bias))
@@ -153,8 +154,8 @@ def _batchable(loss_sum: Sum, of_weight: bool) -> Callable[..., Any]:
     return mapped
 
 
-def _by_platform(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Slopes]:
-    def native(tokens: Tokens) -> tuple[Any, Slopes]:
+def _by_platform(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[PyTree, Slopes]:
+    def native(tokens: Tokens) -> tuple[PyTree, Slopes]:
         spec, rest = loss_sum.plan.spec, (loss_sum.label_smoothing, loss_sum.z_loss)
         loss, *slopes = total_with_gradients(spec, *tokens, *rest, of_weight=of_weight)
         return loss, Slopes(*slopes)

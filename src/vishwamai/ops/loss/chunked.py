@@ -26,6 +26,7 @@ from vishwamai.core.precision import lax_precision
 from vishwamai.core.sharding import match_varying
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, option
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
 
 LOWEST = -1e30
@@ -58,7 +59,7 @@ def heuristic(spec: LossSpec, target: Target) -> ChunkedLossConfig:
     return ChunkedLossConfig(min(part_of_vocabulary(spec.vocab), spec.vocab))
 
 
-def each_group(spec: LossSpec, run: Callable[..., Any], operands: Operands, *rows: Any) -> tuple[Any, bool]:
+def each_group(spec: LossSpec, run: Callable[..., object], operands: Operands, *rows: AnyArray) -> tuple[PyTree, bool]:
     """`run(x [T, D], weight [V, D], bias [V] or None, labels [T], *rows [T])` for each group; groups that share all
     parameters are one.
 
@@ -75,7 +76,7 @@ def each_group(spec: LossSpec, run: Callable[..., Any], operands: Operands, *row
     return lax.map(lambda group: run(*group[0], *group[1]), broadcast), False
 
 
-def forward_by(spec: LossSpec, run: Callable[..., Any], operands: Operands) -> Outputs:
+def forward_by(spec: LossSpec, run: Callable[..., object], operands: Operands) -> Outputs:
     """The forward pass by `run(x, weight, bias, labels) -> Outputs` of one group; it gets targets [T, V] too, where
     there are any.
     """
@@ -83,7 +84,7 @@ def forward_by(spec: LossSpec, run: Callable[..., Any], operands: Operands) -> O
     return Outputs(*(None if y is None else y.reshape(operands.labels.shape) for y in results))
 
 
-def _targets(operands: Operands) -> tuple[Any, ...]:
+def _targets(operands: Operands) -> tuple[PyTree, ...]:
     return () if operands.targets is None else (operands.targets,)
 
 
@@ -110,7 +111,7 @@ def backward_by(
         the latter out in tiles of 16 rows, and would copy all of it to tiles of 8 for the kernel in every turn.
     """
 
-    def group_gradients(x: Any, weight: Any, bias: Any, labels: Any, *rows: Any) -> Any:
+    def group_gradients(x: AnyArray, weight: AnyArray, bias: AnyArray, labels: AnyArray, *rows: AnyArray) -> PyTree:
         kernel_weight = lax.optimization_barrier(weight) if separate_weight else weight
         return _gradients(
             spec, config.block_vocab, functools.partial(slope, x, kernel_weight), x, weight, bias, labels, rows
@@ -139,7 +140,7 @@ def gradients_by(
     )
 
 
-def _parameter_gradient(spec: LossSpec, gradient: Any, operand: Any) -> Any:
+def _parameter_gradient(spec: LossSpec, gradient: AnyArray, operand: AnyArray) -> AnyArray:
     """The gradient of weight or bias from that of every group, summed where the groups share it; None where there is no
     operand.
     """
@@ -150,8 +151,15 @@ def _parameter_gradient(spec: LossSpec, gradient: Any, operand: Any) -> Any:
 
 
 def _gradients(
-    spec: LossSpec, block: int, slope: Callable[..., Any], x: Any, weight: Any, bias: Any, labels: Any, rows: Any
-) -> Any:
+    spec: LossSpec,
+    block: int,
+    slope: Callable[..., Any],
+    x: AnyArray,
+    weight: AnyArray,
+    bias: AnyArray,
+    labels: AnyArray,
+    rows: PyTree,
+) -> PyTree:
     """(dx, dweight, dbias), and dtargets where there are targets, of one group: the entries in parts of `block`, then
     those that are left.
     """
@@ -159,10 +167,10 @@ def _gradients(
     acc, vocab = spec.accumulator, weight.shape[0]
     precision = lax_precision(spec.precision)
 
-    def dot(a: Any, b: Any, axis: int) -> Any:
+    def dot(a: AnyArray, b: AnyArray, axis: int) -> AnyArray:
         return lax.dot_general(a, b, (((axis,), (0,)), ((), ())), precision=precision, preferred_element_type=acc)
 
-    def part(carry: Any, start: Any, size: int) -> Any:
+    def part(carry: PyTree, start: Any, size: int) -> PyTree:
         dx, dweight, dbias, *dtargets = carry
         dz, turned, dbias_part, *dtargets_part = slope(bias, labels, rows, start, size)  # [size, T], [T, size]
         entries = lax.dynamic_slice_in_dim(weight, start, size)
@@ -192,7 +200,7 @@ def _gradients(
     return dx.astype(x.dtype), *rest
 
 
-def _logits(spec: LossSpec, x: Any, weight: Any, bias: Any, start: Any, size: int) -> Any:
+def _logits(spec: LossSpec, x: AnyArray, weight: AnyArray, bias: AnyArray, start: Any, size: int) -> AnyArray:
     """Logits `[size, T]` of the entries from `start` on."""
     entries = lax.dynamic_slice_in_dim(weight, start, size)
     z = lax.dot_general(
@@ -207,20 +215,26 @@ def _logits(spec: LossSpec, x: Any, weight: Any, bias: Any, start: Any, size: in
     return z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
 
 
-def _is_label(labels: Any, start: Any, size: int) -> Any:
+def _is_label(labels: AnyArray, start: Any, size: int) -> AnyArray:
     """Where the vocab entry of a row is the label of a column, bool `[size, T]`."""
     return lax.broadcasted_iota(jnp.int32, (size, labels.shape[0]), 0) == (labels - start)[None]
 
 
-def _weights(spec: LossSpec, targets: Any, start: Any, size: int) -> Any:
+def _weights(spec: LossSpec, targets: AnyArray, start: Any, size: int) -> AnyArray:
     """Targets `[size, T]` of the entries from `start` on."""
     return lax.dynamic_slice_in_dim(targets, start, size, axis=1).astype(spec.accumulator).T
 
 
 def _forward_one(
-    spec: LossSpec, block: int, x: Any, weight: Any, bias: Any, labels: Any, targets: Any = None
+    spec: LossSpec,
+    block: int,
+    x: AnyArray,
+    weight: AnyArray,
+    bias: AnyArray,
+    labels: AnyArray,
+    targets: AnyArray = None,
 ) -> Outputs:
-    def part(carry: Any, start: Any, size: int) -> Any:
+    def part(carry: PyTree, start: Any, size: int) -> PyTree:
         m, l, at_label, total = carry
         z = _logits(spec, x, weight, bias, start, size)
         m_new = jnp.maximum(m, jnp.max(z, axis=0))
@@ -259,7 +273,9 @@ def backward(
 ) -> Operands:
     """The backward pass: every logit is computed once more, and once only."""
 
-    def slope(x: Any, weight: Any, bias: Any, labels: Any, rows: Any, start: Any, size: int) -> Any:
+    def slope(
+        x: AnyArray, weight: AnyArray, bias: AnyArray, labels: AnyArray, rows: PyTree, start: Any, size: int
+    ) -> PyTree:
         """The logits' gradient `[size, T]`, before the cap, in x's dtype for the products to come; and its sum over
         tokens for the bias.
         """
@@ -279,7 +295,7 @@ def backward(
     return backward_by(spec, config, slope, operands, outputs, cotangents)
 
 
-def _finite(logsumexp: Any) -> Any:
+def _finite(logsumexp: AnyArray) -> AnyArray:
     """0 where every logit is -inf, so that exp(-inf - 0) is 0."""
     return jnp.where(logsumexp == -jnp.inf, 0.0, logsumexp)
 

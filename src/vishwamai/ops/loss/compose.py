@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.loss.spec import Outputs
 
 
@@ -11,14 +12,14 @@ def compose(
     xp: Any,
     numbers: Outputs,
     vocab: int,
-    active: Any,
-    unknown: Any,
-    shares: Any,
+    active: AnyArray,
+    unknown: PyTree,
+    shares: AnyArray,
     label_smoothing: float,
     z_loss: float,
     reduction: str,
-    mass: Any = None,
-) -> Any:
+    mass: AnyArray = None,
+) -> AnyArray:
     """`linear_cross_entropy` of the op's outputs `[...]`; see there for the formula.
 
     Args:
@@ -41,7 +42,7 @@ def compose(
     return loss if reduction == "none" else reduced(xp, loss.sum(), shares, reduction)
 
 
-def reduced(xp: Any, total: Any, shares: Any, reduction: str) -> Any:
+def reduced(xp: Any, total: AnyArray, shares: AnyArray, reduction: str) -> AnyArray:
     """The loss of all tokens for "sum" and "mean", of the sum of their losses."""
     if reduction == "sum":
         return total

@@ -12,6 +12,7 @@ import numpy as np
 from vishwamai.core import ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.loss.chunked import forward_by, gradients_by
 from vishwamai.ops.loss.spec import WITHOUT_TARGETS, LossSpec, Operands, Outputs
 
@@ -31,7 +32,7 @@ def notes(spec: LossSpec, target: Target) -> tuple[str, ...]:
     return ("float16 is computed through float32 copies",) if spec.operands.x.dtype == jnp.float16 else ()
 
 
-def _native(spec: LossSpec, x: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
+def _native(spec: LossSpec, x: AnyArray, weight: AnyArray, bias: AnyArray) -> tuple[AnyArray, ...]:
     """x and weight in the kernel's dtype, bias in that of the sums."""
     dtype = spec.operands.x.dtype
     storage = jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
@@ -45,7 +46,7 @@ def _attributes(spec: LossSpec) -> dict[str, Any]:
 def forward(spec: LossSpec, operands: Operands) -> tuple[Outputs, None]:
     """The forward pass; its outputs are all that the backward pass needs."""
 
-    def group_outputs(x: Any, weight: Any, bias: Any, labels: Any) -> Outputs:
+    def group_outputs(x: AnyArray, weight: AnyArray, bias: AnyArray, labels: AnyArray) -> Outputs:
         rows = ffi.result(labels.shape, spec.accumulator)
         total = rows if spec.logit_sum else ffi.result(None, spec.accumulator)
         results = ffi.call(
@@ -59,7 +60,9 @@ def forward(spec: LossSpec, operands: Operands) -> tuple[Outputs, None]:
 def backward(spec: LossSpec, operands: Operands, outputs: Outputs, cotangents: Outputs) -> Operands:
     """Every logit is computed once more, and once only."""
 
-    def group_gradients(x: Any, weight: Any, bias: Any, labels: Any, *rows: Any) -> tuple[Any, Any, Any]:
+    def group_gradients(
+        x: AnyArray, weight: AnyArray, bias: AnyArray, labels: AnyArray, *rows: AnyArray
+    ) -> tuple[AnyArray, AnyArray, AnyArray]:
         native = _native(spec, x, weight, bias)
         results = tuple(
             ffi.result(None if a is None else a.shape, spec.accumulator if a is None else a.dtype) for a in native
@@ -80,16 +83,16 @@ def backward(spec: LossSpec, operands: Operands, outputs: Outputs, cotangents: O
 
 def total_with_gradients(
     spec: LossSpec,
-    x: Any,
-    weight: Any,
+    x: AnyArray,
+    weight: AnyArray,
     bias: Any,
-    labels: Any,
-    shares: Any,
+    labels: AnyArray,
+    shares: AnyArray,
     label_smoothing: float,
     z_loss: float,
     *,
     of_weight: bool,
-) -> list[Any]:
+) -> list[AnyArray]:
     """(loss, dx, dweight, dbias) of the sum of `shares` times the losses, all in the accumulation dtype.
 
     Args:

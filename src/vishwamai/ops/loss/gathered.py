@@ -48,7 +48,7 @@ def numbers(plan: CallPlan, axis: str, count: int, operands: Operands) -> Output
     biases = None if bias is None else bias.reshape(bias.shape[0], count, size).swapaxes(0, 1)
     wide = x.astype(plan.spec.accumulator)  # in which the gradients of pieces are added up
 
-    def piece_outputs(_: None, piece: tuple[Any, Any, Any]) -> tuple[None, Outputs]:
+    def piece_outputs(_: None, piece: tuple[object, object, object]) -> tuple[None, Outputs]:
         weight, bias, first = piece
         return None, _of_piece(plan, axis, Operands(wide.astype(x.dtype), weight, bias, labels - first, None))
 

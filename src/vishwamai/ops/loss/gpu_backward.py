@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from vishwamai.core import gpu
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.loss.gpu_arguments import Tokens
 from vishwamai.ops.loss.gpu_forward import PRECISION, fold_groups, shared_constants
 from vishwamai.ops.loss.gpu_tiles import (
@@ -33,13 +34,13 @@ def _product(
     spec: LossSpec,
     config: LossGpuConfig,
     kernel: gpu.TritonKernel,
-    inputs: dict[str, Any],
+    inputs: dict[str, PyTree],
     outputs: dict[str, gpu.Result],
     entries: int,
     count: int,
     sizes: tuple[int, int, int],
-    **constants: Any,
-) -> Any:
+    **constants: int,
+) -> AnyArray:
     """One launch of `count` products of (rows, columns, depth) `sizes` with a part's dz `[G, T, entries]`."""
     block_m, block_n, block_k = product_tiles(spec, count, *sizes)
     warps, stages = warps_and_stages(spec, block_m, block_n)
@@ -88,7 +89,7 @@ def backward(
         ),
     }
 
-    def part(step: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def part(step: Any, carry: tuple[Any, Any, Any]) -> tuple[AnyArray, AnyArray, AnyArray]:
         """The gradients with those of one part of the entries; `carry` holds None before the first."""
         dz, partial = gpu.launch(
             SLOPES,
@@ -105,7 +106,7 @@ def backward(
             **shared_constants(spec, config),
         )
 
-        def output(before: Any, shape: tuple[int, ...], dtype: Any) -> gpu.Result:
+        def output(before: object, shape: tuple[int, ...], dtype: Any) -> gpu.Result:
             return gpu.result(shape, dtype) if before is None else gpu.onto(before)
 
         dx = _product(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from vishwamai.core import gpu
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.loss.gpu_tiles import (
     LossGpuConfig,
     groups_and_tokens,
@@ -21,7 +22,7 @@ PRECISION = {"highest": "tf32x3", "high": "bf16x3", "default": None}
 """Of float32 operands: three products of TF32 parts keep 21 bits of each factor, three of bfloat16 parts 16."""
 
 
-def fold_groups(spec: LossSpec, x: Any) -> Any:
+def fold_groups(spec: LossSpec, x: AnyArray) -> AnyArray:
     """An operand, output or cotangent `[G, T, ...]` with the groups that `groups_and_tokens` gives; None stays None."""
     return None if x is None else x.reshape(*groups_and_tokens(spec), *x.shape[2:])
 

@@ -20,6 +20,7 @@ from vishwamai.core.precision import PrecisionConfig, accumulator_dtype, resolve
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import OpSpec, array_spec
+from vishwamai.core.types import AnyArray
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -27,20 +28,20 @@ REDUCTIONS = ("none", "mean", "sum")
 class Operands(NamedTuple):
     """Operands in the op's own layout; `groups` counts folded vmap axes."""
 
-    x: Annotated[Any, "groups tokens features"]
-    weight: Annotated[Any, "groups? vocab features"]  # of x's dtype
-    bias: Annotated[Any, "groups? vocab", "optional"]  # in the accumulation dtype
-    labels: Annotated[Any, "groups tokens"]  # int32; one outside the vocabulary has no logit
-    targets: Annotated[Any, "groups tokens vocab", "optional"]  # floating: a weight for every logit
+    x: Annotated[AnyArray, "groups tokens features"]
+    weight: Annotated[AnyArray, "groups? vocab features"]  # of x's dtype
+    bias: Annotated[AnyArray, "groups? vocab", "optional"]  # in the accumulation dtype
+    labels: Annotated[AnyArray, "groups tokens"]  # int32; one outside the vocabulary has no logit
+    targets: Annotated[AnyArray, "groups tokens vocab", "optional"]  # floating: a weight for every logit
 
 
 class Outputs(NamedTuple):
     """Three numbers for each token, in the accumulation dtype."""
 
-    logsumexp: Annotated[Any, "groups tokens"]
+    logsumexp: Annotated[AnyArray, "groups tokens"]
     # 0 where the label is outside the vocabulary; with targets, their sum of weighted logits is added.
-    label_logit: Annotated[Any, "groups tokens"]
-    logit_sum: Annotated[Any, "groups tokens", "optional"]  # None unless the spec asks for it
+    label_logit: Annotated[AnyArray, "groups tokens"]
+    logit_sum: Annotated[AnyArray, "groups tokens", "optional"]  # None unless the spec asks for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +117,12 @@ SIGNATURE = Signature(
 class Parts(NamedTuple):
     """The caller's arrays where the vocabulary may be split over devices: each computes numbers of its own part."""
 
-    x: Annotated[Any, "*tokens features"]
-    weight: Annotated[Any, "vocab features"]
-    bias: Annotated[Any, "vocab", "optional"]
-    labels: Annotated[Any, "*tokens"]
-    targets: Annotated[Any, "*tokens vocab", "optional"]
-    entries: Annotated[Any, "vocab"]  # 0, 1, 2 ...: they tell a device which part it has
+    x: Annotated[AnyArray, "*tokens features"]
+    weight: Annotated[AnyArray, "vocab features"]
+    bias: Annotated[AnyArray, "vocab", "optional"]
+    labels: Annotated[AnyArray, "*tokens"]
+    targets: Annotated[AnyArray, "*tokens vocab", "optional"]
+    entries: Annotated[AnyArray, "vocab"]  # 0, 1, 2 ...: they tell a device which part it has
 
 
 PARTS = Signature(
@@ -165,7 +166,7 @@ def check_arrays(operands: Operands) -> None:
         raise ShapeError(f"{name}: `weight` has shape {weight.shape}; pass (vocab, features), neither of them 0.")
 
 
-def probabilities(labels: Any, x: Any, floating: bool) -> bool:
+def probabilities(labels: AnyArray, x: AnyArray, floating: bool) -> bool:
     """Whether the labels are probabilities of all entries, and not one entry for each token.
 
     Args:
@@ -204,7 +205,7 @@ def check_labels(labels: np.ndarray, *, vocab: int, ignore_index: int) -> None:
         )
 
 
-def check_class_weights(weights: Any, floating: bool, vocab: int, label_smoothing: float, targets: bool) -> None:
+def check_class_weights(weights: AnyArray, floating: bool, vocab: int, label_smoothing: float, targets: bool) -> None:
     """Checks the class weights, an array of any framework, which is `floating` or not.
 
     Raises:

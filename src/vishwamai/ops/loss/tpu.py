@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import LANES, call, round_up
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.loss.chunked import backward_by, forward_by
 from vishwamai.ops.loss.spec import LossSpec, Operands, Outputs
 from vishwamai.ops.loss.tpu_kernels import forward_body, slope_body
@@ -36,7 +37,9 @@ def _logit_tiles(config: LossConfig) -> dict[str, Any]:
     return dict(even_ref=tile, odd_ref=tile)
 
 
-def _forward_one(spec: LossSpec, config: LossConfig, x: Any, weight: Any, bias: Any, labels: Any) -> Outputs:
+def _forward_one(
+    spec: LossSpec, config: LossConfig, x: AnyArray, weight: AnyArray, bias: AnyArray, labels: AnyArray
+) -> Outputs:
     (tokens, features), block, tile = x.shape, config.block_tokens, config.tile_vocab
     steps = pl.cdiv(spec.vocab, tile)
     row = pl.BlockSpec((1, block), lambda i, j: (0, i))
@@ -76,14 +79,14 @@ def forward(spec: LossSpec, config: LossConfig, operands: Operands) -> tuple[Out
 def _slope(
     spec: LossSpec,
     config: LossConfig,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    labels: Any,
-    rows: Any,
+    x: AnyArray,
+    weight: AnyArray,
+    bias: AnyArray,
+    labels: AnyArray,
+    rows: PyTree,
     start: Any,
     size: int,
-) -> tuple[Any, Any, Any]:
+) -> tuple[AnyArray, AnyArray, AnyArray]:
     """See `chunked.backward_by`."""
     (tokens, features), block, tile = x.shape, config.block_tokens, config.tile_vocab
     panels = pl.cdiv(tokens, block)
@@ -125,7 +128,7 @@ def _slope(
 def backward(spec: LossSpec, config: LossConfig, operands: Operands, outputs: Outputs, cotangents: Outputs) -> Operands:
     config = dataclasses.replace(config, block_vocab=round_up(config.block_vocab, config.tile_vocab))
 
-    def slope(*arguments: Any) -> Any:
+    def slope(*arguments: PyTree) -> PyTree:
         return _slope(spec, config, *arguments)
 
     return backward_by(spec, config, slope, operands, outputs, cotangents, separate_weight=True)

@@ -11,12 +11,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from vishwamai.core.pallas import LANES
+from vishwamai.core.types import AnyArray, Ref
 from vishwamai.ops.loss.chunked import LOWEST
 from vishwamai.ops.loss.spec import LossSpec
 from vishwamai.ops.loss.tpu_tiles import LossConfig
 
 
-def _raw_logits(spec: LossSpec, config: LossConfig, s: int, x_ref: Any, weight_ref: Any, bias_ref: Any) -> Any:
+def _raw_logits(
+    spec: LossSpec, config: LossConfig, s: int, x_ref: Ref, weight_ref: Ref, bias_ref: Ref | None
+) -> AnyArray:
     """Logits before the cap, `[sub_vocab, block_tokens]`, of the entries of sub-tile `s`."""
     entries = pl.ds(s * config.sub_vocab, config.sub_vocab)
     z = lax.dot_general(
@@ -59,7 +62,7 @@ def forward_body(
     slots = (even_ref, odd_ref)
     labels = labels_ref[...]  # [1, tokens]
 
-    def consume(slot: int, first_entry: Any) -> None:
+    def consume(slot: int, first_entry: AnyArray) -> None:
         """Takes a tile of logits into the running maximum, sum, label's logit and sum of logits, eight rows of each."""
         z = slots[slot][...].reshape(sub // 8, 8, config.block_tokens)  # [sub_vocab / 8, 8, block_tokens]
         if spec.softcap is not None:
@@ -82,6 +85,7 @@ def forward_body(
     count = config.tile_vocab // sub
     for s in range(count):
         slots[s % 2][...] = _raw_logits(spec, config, s, x_ref, weight_ref, bias_ref)
+        # The sub-tile before this one, of the step before where s is 0, while the matrix unit computes this one.
         consume((s + 1) % 2, step * config.tile_vocab + (s - 1) * sub)
         if s == 0:
             # What came before the first tile was nothing. A branch would part the product from the sums that hide
@@ -94,6 +98,7 @@ def forward_body(
     @pl.when(step == steps - 1)
     def _() -> None:
         consume((count - 1) % 2, step * config.tile_vocab + (count - 1) * sub)
+        # Sublanes have a maximum and a sum each, which are merged once.
         top = jnp.max(m_ref[...], axis=0, keepdims=True)  # [1, block_tokens]
         l = jnp.sum(l_ref[...] * jnp.exp(m_ref[...] - top), axis=0, keepdims=True)
         logsumexp_ref[...] = top + jnp.log(l)
@@ -103,20 +108,20 @@ def forward_body(
 
 
 def slope_body(
-    start_ref: Any,
-    x_ref: Any,
-    weight_ref: Any,
-    bias_ref: Any,
-    labels_ref: Any,
-    lse_ref: Any,
-    dlse_ref: Any,
-    dlabel_ref: Any,
-    dtotal_ref: Any,
-    dz_ref: Any,
-    turned_ref: Any,
-    dbias_ref: Any,
-    even_ref: Any,
-    odd_ref: Any,
+    start_ref: Ref,
+    x_ref: Ref,
+    weight_ref: Ref,
+    bias_ref: Ref | None,
+    labels_ref: Ref,
+    lse_ref: Ref,
+    dlse_ref: Ref,
+    dlabel_ref: Ref,
+    dtotal_ref: Ref | None,
+    dz_ref: Ref,
+    turned_ref: Ref,
+    dbias_ref: Ref | None,
+    even_ref: Ref,
+    odd_ref: Ref,
     *,
     spec: LossSpec,
     config: LossConfig,
@@ -142,6 +147,7 @@ def slope_body(
         dz_ref[s * sub : (s + 1) * sub, :] = dz.astype(dz_ref.dtype)
         turned_ref[:, s * sub : (s + 1) * sub] = dz.T.astype(dz_ref.dtype)  # [block_tokens, sub_vocab]
         if dbias_ref is not None:
+            # Columns past the last token hold anything, and the bias's gradient sums over columns.
             if tokens % config.block_tokens:
                 column = pl.program_id(0) * config.block_tokens + lax.broadcasted_iota(jnp.int32, z.shape, 1)
                 dz = jnp.where(column < tokens, dz, 0.0)  # past the last token memory holds anything

@@ -19,6 +19,7 @@ from vishwamai.core.quantized.packed_product import packed_product
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import as_array, as_jax_dtype
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.matmul.batch_layout import make_spec, signature
 from vishwamai.ops.matmul.cpu import NATIVE
 from vishwamai.ops.matmul.gpu import TRITON
@@ -115,7 +116,7 @@ def gemm(
         options |= {"config": config, "implementation": implementation}
         x = as_array("gemm", "a", a)
 
-        def product(tile: Any, bias: Any) -> Any:
+        def product(tile: Any, bias: AnyArray) -> Any:
             return gemm(x, tile, bias=bias, **options)
 
         return by_columns("gemm", product, (b,), x.dtype, (None if bias is None else as_array("gemm", "bias", bias),))

@@ -19,6 +19,7 @@ from vishwamai.core.dims import broadcast
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.core.signature import Signature, array_specs, described
 from vishwamai.core.spec import ArraySpec, array_spec
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.matmul.spec import (
     VECTORS,
     MatmulSpec,
@@ -43,7 +44,7 @@ class BlockScales(NamedTuple):
 NO_BLOCKS = BlockScales()
 
 
-def _broadcast_to(x: Any, shape: tuple[int, ...]) -> Any:
+def _broadcast_to(x: AnyArray, shape: tuple[int, ...]) -> AnyArray:
     """Of a torch tensor too."""
     return x.broadcast_to(shape) if hasattr(x, "broadcast_to") else jnp.broadcast_to(x, shape)
 
@@ -74,21 +75,21 @@ class BatchLayout:
         """The batch axes that become rows."""
         return self.batch[len(self.batch) - self.folded :]
 
-    def _lead(self, x: Any, core: int) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    def _lead(self, x: AnyArray, core: int) -> tuple[PyTree, tuple[int, ...], tuple[int, ...]]:
         """x with every batch axis (1 where it has none) and its last `core` axes; its outer and its inner sizes."""
         sizes = x.shape[: x.ndim - core]
         sizes = (1,) * (len(self.batch) - len(sizes)) + sizes
         cut = len(self.batch) - self.folded
         return x.reshape(*sizes, *x.shape[x.ndim - core :]), sizes[:cut], sizes[cut:]
 
-    def _groups(self, x: Any, outer: tuple[int, ...]) -> Any:
+    def _groups(self, x: AnyArray, outer: tuple[int, ...]) -> AnyArray:
         """`[*outer, ...]` as `[G or 1, ...]`; only an operand with some but not all of the outer axes is copied."""
         rest = x.shape[len(self.outer) :]
         if all(size == 1 for size in outer):
             return x.reshape(1, *rest)
         return _broadcast_to(x, (*self.outer, *rest)).reshape(math.prod(self.outer), *rest)
 
-    def matrix(self, x: Any) -> Any:
+    def matrix(self, x: AnyArray) -> AnyArray:
         """`a` or `b`: `[G or 1, rows, columns]`."""
         x, outer, inner = self._lead(x, 2)
         if any(size != 1 for size in inner):  # only `a` has these, and it has them whole
@@ -97,7 +98,7 @@ class BatchLayout:
             x = x.reshape(*outer, *x.shape[-2:])
         return self._groups(x, outer)
 
-    def per_row(self, x: Any) -> Any:
+    def per_row(self, x: AnyArray) -> AnyArray:
         """`scale_a`: `[G or 1, M or 1]`."""
         x, outer, inner = self._lead(x[None] if x.ndim == 0 else x, 1)
         if all(size == 1 for size in (*inner, x.shape[-1])):
@@ -106,7 +107,7 @@ class BatchLayout:
             x = _broadcast_to(x, (*outer, *self.inner, self.m)).reshape(*outer, math.prod(self.inner) * self.m)
         return self._groups(x, outer)
 
-    def per_column(self, x: Any) -> Any:
+    def per_column(self, x: AnyArray) -> AnyArray:
         """`bias` or `scale_b`: `[G or 1, N or 1]`."""
         x, outer, _ = self._lead(x[None] if x.ndim == 0 else x, 1)
         return self._groups(x.reshape(*outer, x.shape[-1]), outer)
@@ -206,7 +207,7 @@ class ProductSignature(Signature):
         del spec
         layout, blocks = self.layout(arrays), self._how[2]
 
-        def scale(x: Any, blocked: bool, vector: Any) -> Any:
+        def scale(x: AnyArray, blocked: bool, vector: Any) -> AnyArray:
             if x is None:
                 return None
             if array_spec(x).dtype != jnp.uint8:

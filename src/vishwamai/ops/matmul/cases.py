@@ -6,6 +6,7 @@ from typing import Any
 
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison, qtensor_of_bytes
 from vishwamai.core.qtensor import FORMATS
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.matmul.api import gemm
 from vishwamai.ops.matmul.spec import ACTIVATIONS
 
@@ -43,16 +44,16 @@ def _case(
 
 
 def quantized_gemm(
-    a: Any,
-    weight: Any,
-    scales: Any,
+    a: AnyArray,
+    weight: AnyArray,
+    scales: AnyArray,
     *,
     format: str,
     block_size: int | None = None,
     transpose_b: bool = False,
-    scales_of_a: Any = None,
+    scales_of_a: AnyArray = None,
     **options: Any,
-) -> Any:
+) -> AnyArray:
     """`gemm` of `a` and a QTensor that is made of bytes, see `qtensor_of_bytes`.
 
     Args:

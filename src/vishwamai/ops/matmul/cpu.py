@@ -14,6 +14,7 @@ from vishwamai.core import ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.matmul import gradient
 from vishwamai.ops.matmul.spec import ACTIVATIONS, WRAPS, MatmulSpec, Operands, Outputs, joint_groups
 
@@ -42,7 +43,7 @@ def _native(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else jnp.dtype(dtype)
 
 
-def result_dtype(storage: Any, requested: Any) -> Any:
+def result_dtype(storage: object, requested: object) -> Any:
     """The dtype in which the kernel writes what is wanted as `requested`: the same where it can, else the one it
     computed in.
     """
@@ -55,15 +56,15 @@ def result_dtype(storage: Any, requested: Any) -> Any:
 
 def _matmul(
     spec: MatmulSpec,
-    a: Any,
-    b: Any,
+    a: AnyArray,
+    b: AnyArray,
     transpose_a: bool,
     transpose_b: bool,
     out_dtype: Any,
-    vectors: tuple[Any, ...],
+    vectors: tuple[PyTree, ...],
     activation: str | None,
     keep: bool,
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """(activation(scales * (a @ b) + bias), the pre-activation if `keep`), both in out_dtype; `vectors` is (bias,
     scale_a, scale_b).
     """
@@ -86,7 +87,7 @@ def _matmul(
     return out.astype(out_dtype), None if preactivation is None else preactivation.astype(out_dtype)
 
 
-def forward(spec: MatmulSpec, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
+def forward(spec: MatmulSpec, operands: Operands, residuals: bool) -> tuple[Outputs, PyTree]:
     a, b, *vectors = operands
     keep = residuals and spec.keeps_preactivation
     out, preactivation = _matmul(
@@ -114,7 +115,9 @@ def product(
     return jnp.sum(out, axis=0, keepdims=True).astype(out_dtype) if summed else out
 
 
-def backward(spec: MatmulSpec, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs) -> Operands:
+def backward(
+    spec: MatmulSpec, operands: Operands, outputs: Outputs, residuals: AnyArray, cotangents: Outputs
+) -> Operands:
     return gradient.backward(
         spec, lambda _, *arguments: product(spec, *arguments), operands, outputs, residuals, cotangents.out
     )

@@ -27,6 +27,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import PrecisionConfig, lax_precision, resolve_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import static_size
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.matmul.api import gemm
 
 if TYPE_CHECKING:
@@ -84,14 +85,14 @@ def einsum(
     steps = plan_steps(equation, arrays, optimize)
     products = resolve_precision(precision, current_config().precision, *(array.dtype for array in arrays))
 
-    def plain(subscripts: str, *factors: Any) -> Any:
+    def plain(subscripts: str, *factors: AnyArray) -> AnyArray:
         return jnp.einsum(subscripts, *factors, precision=lax_precision(products))
 
     product = functools.partial(gemm, precision=precision, config=config, implementation=implementation)
     return contract(steps, arrays, plain, product, jnp.transpose, _on_explicit_axes)
 
 
-def _on_explicit_axes(contraction: Callable[..., Any], subscripts: str, factors: list[Any]) -> Any:
+def _on_explicit_axes(contraction: Callable[..., Any], subscripts: str, factors: list[PyTree]) -> AnyArray:
     """One contraction, where operands may lie on explicit mesh axes: indices of the result stay split, what is summed
     over is gathered.
     """
@@ -108,12 +109,12 @@ def _on_explicit_axes(contraction: Callable[..., Any], subscripts: str, factors:
 
 def contract(
     steps: list[tuple[tuple[int, ...], str]],
-    arrays: list[Any],
+    arrays: list[AnyArray],
     plain: Callable[..., Any],
     product: Callable[..., Any],
     permute: Callable[[Any, list[int]], Any],
     run: Callable[..., Any] = lambda contraction, subscripts, factors: contraction(*factors),
-) -> Any:
+) -> AnyArray:
     """The result of the contractions that `plan_steps` gives, on arrays of any framework.
 
     Args:
@@ -125,7 +126,7 @@ def contract(
     arrays = list(arrays)
     for positions, subscripts in steps:
 
-        def contraction(*factors: Any, subscripts: str = subscripts) -> Any:
+        def contraction(*factors: AnyArray, subscripts: str = subscripts) -> AnyArray:
             inputs, out = subscripts.split("->")
             if len(factors) == 2 and all(str(factor.dtype).removeprefix("torch.") in _FLOATS for factor in factors):
                 return _pair(inputs.split(","), out, list(factors), plain, product, permute)
@@ -138,7 +139,7 @@ def contract(
     return result
 
 
-def plan_steps(equation: str, arrays: list[Any], optimize: Any) -> list[tuple[tuple[int, ...], str]]:
+def plan_steps(equation: str, arrays: list[AnyArray], optimize: Any) -> list[tuple[tuple[int, ...], str]]:
     """The contractions in order: which of the arrays that are left, and their subscripts; each result goes to the end
     of the list.
 
@@ -217,11 +218,11 @@ def check_optimize(optimize: str | bool | Sequence[tuple[int, ...]], operands: i
 def _pair(
     terms: list[str],
     out: str,
-    factors: list[Any],
+    factors: list[PyTree],
     plain: Any,
     product: Any,
     permute: Any,
-) -> Any:
+) -> AnyArray:
     """One contraction of two operands: over `product` where it is one, over `plain` where it is not."""
     sizes = {i: max(f.shape[t.index(i)] for t, f in zip(terms, factors) if i in t) for t in terms for i in t}
     reduced = []
@@ -245,7 +246,7 @@ def _pair(
         a, b, a_term, b_term, rows, columns = b, a, b_term, a_term, columns, rows
     rows, columns = (_order(axes, out) for axes in (rows, columns))
 
-    def matrix(x: Any, term: str, order: str, split: int) -> Any:
+    def matrix(x: AnyArray, term: str, order: str, split: int) -> AnyArray:
         x = permute(x, [term.index(i) for i in order])
         inner = (math.prod(x.shape[len(batch) : split]), math.prod(x.shape[split:]))
         return x.reshape(*((math.prod(x.shape[: len(batch)]),) if batch else ()), *inner)

@@ -10,15 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 from vishwamai.core.activations import activate, derivative
+from vishwamai.core.types import AnyArray
 
 __all__ = ["activate", "columns", "derivative", "rows"]
 
 
-def rows(scale: Any, dtype: Any) -> Any:
+def rows(scale: AnyArray, dtype: Any) -> AnyArray:
     """`scale_a`, `[G, M or 1]`, so that it multiplies `[G, M, N]`."""
     return scale[:, :, None].astype(dtype)
 
 
-def columns(vector: Any, dtype: Any) -> Any:
+def columns(vector: AnyArray, dtype: Any) -> AnyArray:
     """`bias` or `scale_b`, `[G, N or 1]`, so that it meets `[G, M, N]`."""
     return vector[:, None, :].astype(dtype)

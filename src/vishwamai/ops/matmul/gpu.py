@@ -12,6 +12,7 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.spec import array_spec
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, stage_count, warp_count
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.matmul import gpu_gradient, gradient
 from vishwamai.ops.matmul.gpu_arguments import Form, Order, Vectors
 from vishwamai.ops.matmul.gpu_gradient import stride
@@ -116,7 +117,7 @@ def _aligned(columns: int, dtype: Any) -> bool:
     return columns * dtype.itemsize % 16 == 0
 
 
-def _transposed(x: Any) -> Any:
+def _transposed(x: AnyArray) -> Any:
     """`[groups, rows, columns]` with the last two axes exchanged in memory."""
     groups, rows, columns = x.shape
     tile = 128
@@ -136,16 +137,16 @@ def _transposed(x: Any) -> Any:
 def _matmul(
     spec: MatmulSpec,
     config: MatmulGpuConfig,
-    a: Any,
-    b: Any,
+    a: AnyArray,
+    b: AnyArray,
     transpose_a: bool,
     transpose_b: bool,
     groups: int,
     out_dtype: Any,
-    vectors: tuple[Any, Any, Any] = (None, None, None),
+    vectors: tuple[PyTree, PyTree, PyTree] = (None, None, None),
     activation: str | None = None,
     keep: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """(activation(scales * (a @ b) + bias), its argument if `keep`); `vectors` is (bias, scale_a, scale_b). With
     `groups` 1, products are summed.
     """
@@ -222,7 +223,9 @@ def forward(spec: MatmulSpec, config: MatmulGpuConfig, operands: Operands, resid
     return Outputs(out), preactivation
 
 
-def product(spec: MatmulSpec, lhs: Any, rhs: Any, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any) -> Any:
+def product(
+    spec: MatmulSpec, lhs: AnyArray, rhs: AnyArray, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any
+) -> Any:
     """See `gradient.Product`."""
     m, k = lhs.shape[3 - lhs_axis], lhs.shape[lhs_axis]
     n = rhs.shape[3 - rhs_axis]
@@ -231,7 +234,9 @@ def product(spec: MatmulSpec, lhs: Any, rhs: Any, lhs_axis: int, rhs_axis: int, 
     return _matmul(spec, config, lhs, rhs, lhs_axis == 1, rhs_axis == 2, groups, out_dtype)[0]
 
 
-def backward(spec: MatmulSpec, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs) -> Operands:
+def backward(
+    spec: MatmulSpec, operands: Operands, outputs: Outputs, residuals: PyTree, cotangents: Outputs
+) -> Operands:
     steps = gpu_gradient.STEPS
 
     def run(_: str, *arguments: Any) -> Any:

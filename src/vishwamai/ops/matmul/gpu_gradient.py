@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from vishwamai.core import gpu
 from vishwamai.core.gpu_sums import sum_to
 from vishwamai.core.precision import FP8_DTYPES
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.matmul.gradient import GradientSteps, Through, scales_by_total
 from vishwamai.ops.matmul.spec import MatmulSpec, Operands, Outputs
 
@@ -20,13 +21,13 @@ _ROWS = _COLUMNS = 64
 """Of a tile: rows of 128 bytes and more are read whole, and a partial row is a sixty-fourth of what it sums."""
 
 
-def stride(x: Any, axis: int) -> int:
+def stride(x: AnyArray, axis: int) -> int:
     """Of a vector `[G or 1, size or 1]` along an axis; 0 where it is shared."""
     return 0 if x is None or x.shape[axis] == 1 else (x.shape[1] if axis == 0 else 1)
 
 
 def epilogue(
-    spec: MatmulSpec, operands: Operands, outputs: Outputs, preactivation: Any, dout: Any, total: Any
+    spec: MatmulSpec, operands: Operands, outputs: Outputs, preactivation: Any, dout: AnyArray, total: Any
 ) -> Through:
     _, _, bias, scale_a, scale_b = operands
     saved = outputs.out if spec.activation == "relu" else preactivation
@@ -92,7 +93,7 @@ def epilogue(
 
 
 def unscale(
-    spec: MatmulSpec, gradient: Any, operand: str, x: Any, scale: Any, k_axis: int, with_scale: bool
+    spec: MatmulSpec, gradient: AnyArray, operand: str, x: AnyArray, scale: Any, k_axis: int, with_scale: bool
 ) -> tuple[Any, Any]:
     stored = getattr(spec.operands, operand)
     if scale is None and stored.dtype not in FP8_DTYPES:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.spec import ArraySpec
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.matmul.epilogue import columns, derivative, rows
 from vishwamai.ops.matmul.spec import Blocked, MatmulSpec, Operands, Outputs, joint_groups
 
@@ -47,9 +48,9 @@ class Through(NamedTuple):
 
     dz_a: Any
     dz_b: Any
-    bias: Any
-    scale_a: Any
-    scale_b: Any
+    bias: AnyArray
+    scale_a: AnyArray
+    scale_b: AnyArray
 
 
 class GradientSteps(NamedTuple):
@@ -72,8 +73,8 @@ def backward(
     product: Product,
     operands: Operands,
     outputs: Outputs,
-    preactivation: Any,
-    dout: Any,
+    preactivation: AnyArray,
+    dout: AnyArray,
     steps: GradientSteps | None = None,
 ) -> Operands:
     """Gradients of every floating operand, None for the others.
@@ -130,12 +131,12 @@ def scales_by_total(spec: MatmulSpec) -> tuple[bool, bool]:
     return coarse or not of_a, coarse or not of_b
 
 
-def _exact(spec: MatmulSpec, operand: ArraySpec, scale: Any) -> Any:
+def _exact(spec: MatmulSpec, operand: ArraySpec, scale: AnyArray) -> Any:
     """The dtype of a product that is scaled or cut off before it is rounded to the operand's."""
     return spec.epilogue_dtype if scale is not None or operand.dtype in FP8_DTYPES else operand.dtype
 
 
-def _zeros(x: Any, of_scales: bool = False) -> Any:
+def _zeros(x: AnyArray, of_scales: bool = False) -> Any:
     """What stands for the gradient of a blocked operand, or of its scales; None for integers."""
     if not isinstance(x, Blocked):
         return None
@@ -144,7 +145,7 @@ def _zeros(x: Any, of_scales: bool = False) -> Any:
 
 
 def _epilogue(
-    spec: MatmulSpec, operands: Operands, outputs: Outputs, preactivation: Any, dout: jax.Array, total: Any
+    spec: MatmulSpec, operands: Operands, outputs: Outputs, preactivation: AnyArray, dout: jax.Array, total: AnyArray
 ) -> Through:
     _, _, scale_a, scale_b = spec.factors(operands)
     of_a, of_b = spec.differentiable
@@ -177,8 +178,8 @@ def _epilogue(
 
 
 def _unscale(
-    spec: MatmulSpec, gradient: jax.Array, operand: str, x: jax.Array, scale: Any, k_axis: int, with_scale: bool
-) -> tuple[jax.Array, Any]:
+    spec: MatmulSpec, gradient: jax.Array, operand: str, x: jax.Array, scale: AnyArray, k_axis: int, with_scale: bool
+) -> tuple[jax.Array, PyTree]:
     del operand
     dscale, wide = None, spec.epilogue_dtype
     if scale is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +17,24 @@ from vishwamai.core.op import Implementation, Op
 from vishwamai.core.signature import array_specs, described
 from vishwamai.core.spec import OpSpec, array_spec
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.matmul import cpu, reference
 from vishwamai.ops.matmul.packed_weight import PackedWeight, unpermuted
 from vishwamai.ops.matmul.spec import ACTIVATIONS, WRAPS, MatmulSpec, Outputs, check_sum, resolve_out_dtype, wraps
 from vishwamai.ops.matmul.spec import Operands as Dense
 
+if TYPE_CHECKING:
+    import torch
+
 
 class Operands(NamedTuple):
     """Operands in the op's own layout; `groups` counts folded vmap axes, 1 where an operand is shared."""
 
-    a: Annotated[Any, "groups? m k"]
-    packed: Annotated[Any, "groups? panels numbers"]
-    bias: Annotated[Any, "groups? n", "optional"]
-    scale_a: Annotated[Any, "groups? m?", "optional"]
-    scale_b: Annotated[Any, "groups? n?", "optional"]
+    a: Annotated[AnyArray, "groups? m k"]
+    packed: Annotated[AnyArray, "groups? panels numbers"]
+    bias: Annotated[AnyArray, "groups? n", "optional"]
+    scale_a: Annotated[AnyArray, "groups? m?", "optional"]
+    scale_b: Annotated[AnyArray, "groups? n?", "optional"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,11 +152,11 @@ PACKED: Op[PackedSpec] = Op("packed_gemm", (NATIVE, XLA), split="groups m")
 
 
 @jax.custom_vjp
-def _undifferentiable(data: Any) -> Any:
+def _undifferentiable(data: AnyArray) -> AnyArray:
     return data
 
 
-def _no_gradient(saved: Any, cotangent: Any) -> Any:
+def _no_gradient(saved: PyTree, cotangent: AnyArray) -> Any:
     raise UnsupportedError(
         "gemm: `b` is a PackedWeight, which has no gradient; differentiate with respect to the other arguments only, "
         "or train the weight itself."
@@ -163,7 +167,7 @@ _undifferentiable.defvjp(lambda data: (data, None), _no_gradient)
 
 
 def packed_gemm(
-    a: Any,
+    a: AnyArray,
     b: PackedWeight,
     bias: Any,
     activation: str | None,
@@ -171,7 +175,7 @@ def packed_gemm(
     scale_a: Any,
     scale_b: Any,
     implementation: str | None,
-) -> Any:
+) -> AnyArray:
     """`gemm` where `b` is packed; see there."""
     a, *vectors = (None if x is None else jnp.asarray(x) for x in (a, bias, scale_a, scale_b))
     operands = packed_operands(a, b, activation, *vectors)
@@ -180,7 +184,9 @@ def packed_gemm(
     return PACKED(spec, operands, implementation=implementation).out.reshape(*a.shape[:-1], b.shape[1])
 
 
-def packed_operands(a: Any, b: PackedWeight, activation: str | None, bias: Any, scale_a: Any, scale_b: Any) -> Operands:
+def packed_operands(
+    a: AnyArray, b: PackedWeight, activation: str | None, bias: AnyArray, scale_a: AnyArray, scale_b: AnyArray
+) -> Operands:
     """The arguments of `gemm` with a PackedWeight, arrays of JAX or torch, in the op's own layout.
 
     Raises:
@@ -194,7 +200,7 @@ def packed_operands(a: Any, b: PackedWeight, activation: str | None, bias: Any, 
     return Operands(a.reshape(1, math.prod(a.shape[:-1]), b.shape[0]), b.data[None], of_bias, *scales)
 
 
-def _check(a: Any, b: PackedWeight, activation: str | None, **vectors: Any) -> None:
+def _check(a: AnyArray, b: PackedWeight, activation: str | None, **vectors: torch.Tensor | None) -> None:
     """Checks the arguments of `gemm` with a PackedWeight.
 
     Raises:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor, pack_qtensor
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import AnyArray
 
 if TYPE_CHECKING:
     from jax import Array
@@ -57,7 +58,7 @@ class Order(NamedTuple):
         """Numbers along K that a step takes."""
         return self.rows * self.neighbours
 
-    def offset(self, x: Any) -> Any:
+    def offset(self, x: AnyArray) -> AnyArray:
         """From numbers as they are to numbers as they are stored, or back."""
         return x ^ -128 if self.unsigned else x
 
@@ -184,12 +185,12 @@ def pack_weight(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _packed(weight: Any, transpose: bool, isa: str) -> Any:
+def _packed(weight: AnyArray, transpose: bool, isa: str) -> AnyArray:
     """`[panels, numbers]`; for this process's instruction set by the native kernel, on all threads."""
     portable = functools.partial(permuted, transpose=transpose, isa=isa)
     result = jax.eval_shape(portable, weight)
 
-    def native(weight: Any) -> Any:
+    def native(weight: AnyArray) -> AnyArray:
         results = (ffi.result(result.shape, result.dtype),)
         return ffi.call(_PACK, results, weight, vmap_method="sequential", transposed=transpose)[0]
 
@@ -198,7 +199,7 @@ def _packed(weight: Any, transpose: bool, isa: str) -> Any:
     return jax.lax.platform_dependent(weight, cpu=native, default=portable)
 
 
-def permuted(weight: Any, transpose: bool, isa: str) -> Any:
+def permuted(weight: AnyArray, transpose: bool, isa: str) -> AnyArray:
     """`[panels, numbers]` of a weight, in jax.numpy."""
     x = weight.T if transpose else weight
     (k, n), o = x.shape, order(weight.dtype.name, isa)
@@ -208,7 +209,7 @@ def permuted(weight: Any, transpose: bool, isa: str) -> Any:
     return parts.reshape(panels, steps * o.step * o.width)
 
 
-def unpermuted(data: Any, shape: tuple[int, int], dtype: str, isa: str) -> Any:
+def unpermuted(data: AnyArray, shape: tuple[int, int], dtype: str, isa: str) -> AnyArray:
     """`[..., K, N]` from `[..., panels, numbers]`."""
     (k, n), o = shape, order(dtype, isa)
     steps, panels, lead = -(-k // o.step), -(-n // o.width), data.shape[:-2]

@@ -12,6 +12,7 @@ from jax import lax
 from vishwamai.core.op import Implementation
 from vishwamai.core.precision import FP8_DTYPES, lax_precision
 from vishwamai.core.qtensor import expand, scale_values
+from vishwamai.core.types import PyTree
 from vishwamai.ops.matmul import gradient
 from vishwamai.ops.matmul.epilogue import activate, columns, rows
 from vishwamai.ops.matmul.spec import LONGEST_INT8, Blocked, MatmulSpec, Operands, Outputs, joint_groups
@@ -29,7 +30,7 @@ _from_fp8.defvjp(
 )
 
 
-def _widen(x: Any, dtype: jnp.dtype) -> jax.Array:
+def _widen(x: PyTree, dtype: jnp.dtype) -> jax.Array:
     if isinstance(x, Blocked):
         wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
         scales = expand(scale_values(x.scales, wide), x.axis, x.size, x.shape[x.axis])
@@ -39,7 +40,7 @@ def _widen(x: Any, dtype: jnp.dtype) -> jax.Array:
 
 
 def product(
-    spec: MatmulSpec, lhs: Any, rhs: Any, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any
+    spec: MatmulSpec, lhs: PyTree, rhs: PyTree, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any
 ) -> jax.Array:
     """`[groups, lhs's free axis, rhs's free axis]`; see `gradient.Product`."""
     dtype, total = spec.compute_dtype, spec.accumulator
@@ -96,7 +97,9 @@ def forward(spec: MatmulSpec, operands: Operands, residuals: bool) -> tuple[Outp
     return Outputs(out), z.astype(spec.out_dtype) if residuals and spec.keeps_preactivation else None
 
 
-def backward(spec: MatmulSpec, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs) -> Operands:
+def backward(
+    spec: MatmulSpec, operands: Operands, outputs: Outputs, residuals: PyTree, cotangents: Outputs
+) -> Operands:
 
     def dot(operand: str, *arguments: Any) -> jax.Array:
         return product(spec, *arguments)

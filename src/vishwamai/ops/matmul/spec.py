@@ -13,6 +13,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import FLOATS, FP8_DTYPES, accumulator_dtype
 from vishwamai.core.qtensor import FP4, INT4, bits
 from vishwamai.core.spec import OpSpec, as_dtype, static_size
+from vishwamai.core.types import AnyArray, PyTree
 
 _INT8 = jnp.dtype(jnp.int8)
 INTEGERS = (_INT8, INT4)
@@ -24,12 +25,12 @@ class Operands(NamedTuple):
     they are shared.
     """
 
-    a: Annotated[Any, "groups? m k"]  # k m if transpose_a
-    b: Annotated[Any, "groups? k n"]  # n k if transpose_b
-    bias: Annotated[Any, "groups? n", "optional"]  # floating
+    a: Annotated[AnyArray, "groups? m k"]  # k m if transpose_a
+    b: Annotated[AnyArray, "groups? k n"]  # n k if transpose_b
+    bias: Annotated[AnyArray, "groups? n", "optional"]  # floating
     # In the epilogue's dtype; in blocks of K: as `a` (`b`), with K / block_k in place of K.
-    scale_a: Annotated[Any, "groups? m?", "optional"]
-    scale_b: Annotated[Any, "groups? n?", "optional"]
+    scale_a: Annotated[AnyArray, "groups? m?", "optional"]
+    scale_b: Annotated[AnyArray, "groups? n?", "optional"]
 
 
 class Blocked(NamedTuple):
@@ -56,7 +57,7 @@ class Blocked(NamedTuple):
 class Outputs(NamedTuple):
     """`out` is the product after its epilogue."""
 
-    out: Annotated[Any, "groups m n"]  # in out_dtype
+    out: Annotated[AnyArray, "groups m n"]  # in out_dtype
 
 
 def compute_dtype(a: jnp.dtype, b: jnp.dtype, *, blocked: bool = False) -> jnp.dtype | None:
@@ -77,7 +78,7 @@ def compute_dtype(a: jnp.dtype, b: jnp.dtype, *, blocked: bool = False) -> jnp.d
     return jnp.dtype(jnp.promote_types(a, b))
 
 
-def joint_groups(*operands: Any) -> int:
+def joint_groups(*operands: PyTree) -> int:
     """The group axis of what is computed from operands with G groups or 1 each; absent ones are None."""
     sizes = {operand.shape[0] for operand in operands if operand is not None}
     return 0 if 0 in sizes else max(sizes)
@@ -141,7 +142,7 @@ class MatmulSpec(OpSpec):
         )
         return a, b
 
-    def factors(self, operands: Operands) -> tuple[Any, Any, Any, Any]:
+    def factors(self, operands: Operands) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         """(a, b, scale_a, scale_b) as the products take them: a blocked operand with its scales, and no vector of
         scales after it.
         """
@@ -281,7 +282,7 @@ LONGEST_INT8 = (2**31 - 1) // 128**2
 WRAPS = f"a sum of more than {LONGEST_INT8} products of int8 can exceed int32; XLA sums it in parts."
 
 
-def wraps(compute: Any, k: int) -> bool:
+def wraps(compute: object, k: int) -> bool:
     """Whether the int32 sum of `k` products can exceed int32."""
     return compute == _INT8 and static_size(k, 0) > LONGEST_INT8
 

@@ -15,8 +15,6 @@ product of few rows reads `b` through a ring of buffers of its own (`tpu_stream`
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +22,7 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.matmul import gradient
 from vishwamai.ops.matmul.spec import INTEGERS, SMALL_FLOATS, WRAPS, MatmulSpec, Operands, Outputs
 from vishwamai.ops.matmul.tpu_product import product
@@ -51,7 +50,7 @@ def why_not(spec: MatmulSpec, target: Target) -> str | None:
     return None
 
 
-def forward(spec: MatmulSpec, config: MatmulConfig, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
+def forward(spec: MatmulSpec, config: MatmulConfig, operands: Operands, residuals: bool) -> tuple[Outputs, PyTree]:
     a, b, scale_a, scale_b = spec.factors(operands)
     out, z = product(
         spec,
@@ -73,9 +72,14 @@ def forward(spec: MatmulSpec, config: MatmulConfig, operands: Operands, residual
 
 
 def backward(
-    spec: MatmulSpec, config: MatmulConfig, operands: Operands, outputs: Outputs, residuals: Any, cotangents: Outputs
+    spec: MatmulSpec,
+    config: MatmulConfig,
+    operands: Operands,
+    outputs: Outputs,
+    residuals: AnyArray,
+    cotangents: Outputs,
 ) -> Operands:
-    def run(phase: str, *args: Any) -> jax.Array:
+    def run(phase: str, *args: PyTree) -> jax.Array:
         return product(spec, config, phase, *args)[0]
 
     return gradient.backward(spec, run, operands, outputs, residuals, cotangents.out)

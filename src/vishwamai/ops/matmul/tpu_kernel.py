@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from vishwamai.core.pallas import dot, zero_past
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.tpu_dequantize import Operand
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.matmul.epilogue import activate
 from vishwamai.ops.matmul.spec import INTEGERS
 
@@ -24,11 +25,11 @@ _INT8 = jnp.dtype(jnp.int8)
 class MatmulRefs(NamedTuple):
     """The references of one step; what a product has no use for is None."""
 
-    lhs: Any  # [block_m, block_k], or [block_k, block_m]
-    rhs: Any  # [block_k, block_n], or [block_n, block_k]
-    bias: Any  # [1, block_n]
-    scale_a: Any  # [block_m or 1, 1]
-    scale_b: Any  # [1, block_n or 1]
+    lhs: AnyArray  # [block_m, block_k], or [block_k, block_m]
+    rhs: AnyArray  # [block_k, block_n], or [block_n, block_k]
+    bias: AnyArray  # [1, block_n]
+    scale_a: AnyArray  # [block_m or 1, 1]
+    scale_b: AnyArray  # [1, block_n or 1]
     lhs_scales: Any  # scales of blocks of K
     rhs_scales: Any
     out: Any  # [block_m, block_n]
@@ -79,8 +80,8 @@ def kernel(
     block_k: int,
     chunk_k: int,
     steps: int,
-    step: Any,
-    offsets: tuple[Any, Any],
+    step: AnyArray,
+    offsets: tuple[object, object],
     precision: str,
     native: bool,
     activation: str | None,

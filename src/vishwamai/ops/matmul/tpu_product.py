@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
 from vishwamai.core.tpu_dequantize import Operand
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.matmul import tpu_serpentine, tpu_stream
 from vishwamai.ops.matmul.spec import INTEGERS, Blocked, MatmulSpec, joint_groups
 from vishwamai.ops.matmul.tpu_kernel import MatmulRefs, kernel
@@ -23,19 +24,19 @@ def product(
     spec: MatmulSpec,
     config: MatmulConfig,
     phase: str,
-    lhs: Any,
-    rhs: Any,
+    lhs: AnyArray,
+    rhs: PyTree,
     lhs_axis: int,
     rhs_axis: int,
     groups: int,
     out_dtype: Any,
     *,
-    bias: Any = None,
+    bias: AnyArray = None,
     scale_a: Any = None,
-    scale_b: Any = None,
+    scale_b: AnyArray = None,
     activation: str | None = None,
     keep_preactivation: bool = False,
-) -> tuple[Any, ...]:
+) -> tuple[AnyArray, ...]:
     """`(activation(scale * (lhs @ rhs) + bias), preactivation or None)`, `[groups, lhs's free axis, rhs's free axis]`;
     see `gradient.Product`.
     """
@@ -71,23 +72,23 @@ def product(
         else None
     )
 
-    def depth(i: Any, j: Any, r: Any) -> Any:
+    def depth(i: AnyArray, j: AnyArray, r: AnyArray) -> AnyArray:
         if serpentine is not None:
             return serpentine.depth(i, j, r)
         return r if summed == 1 else lax.rem(r, k_tiles)
 
-    def column(i: Any, j: Any) -> Any:
+    def column(i: AnyArray, j: jax.Array) -> AnyArray:
         return j if serpentine is None else serpentine.column(i, j)
 
-    def lhs_index(g: Any, i: Any, j: Any, r: Any) -> Any:
+    def lhs_index(g: AnyArray, i: AnyArray, j: AnyArray, r: AnyArray) -> PyTree:
         step = depth(i, j, r)
         return (group(lhs, g, r), *((step, i) if lhs_axis == 1 else (i, step)))
 
-    def rhs_index(g: Any, i: Any, j: Any, r: Any) -> Any:
+    def rhs_index(g: AnyArray, i: AnyArray, j: AnyArray, r: AnyArray) -> PyTree:
         step = depth(i, j, r)
         return (group(rhs, g, r), *((step, column(i, j)) if rhs_axis == 1 else (column(i, j), step)))
 
-    def per_column(x: Any) -> Any:  # [G or 1, 1, N or 1]
+    def per_column(x: AnyArray) -> Any:  # [G or 1, 1, N or 1]
         if x is None:
             return None
         shared = x.shape[2] == 1
@@ -105,12 +106,12 @@ def product(
             lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0 if shared else i, 0),
         )
 
-    def tile_along_k(x: Any, axis: int, free: int) -> int:
+    def tile_along_k(x: PyTree, axis: int, free: int) -> int:
         return bk if not isinstance(x, Blocked) or x.axis == axis else free
 
     reading = (describe(lhs, tile_along_k(lhs, lhs_axis, bm)), describe(rhs, tile_along_k(rhs, rhs_axis, bn)))
 
-    def block_scales(x: Any, how: Operand, shape: tuple[int, int], index: Any) -> Any:
+    def block_scales(x: PyTree, how: Operand, shape: tuple[int, int], index: Any) -> Any:
         """As the tiles of their operand, K in blocks; or all of K."""
         if not isinstance(x, Blocked):
             return None
@@ -119,7 +120,7 @@ def product(
         if not how.direct:
             sizes[how.k_axis] = x.scales.shape[x.axis]
 
-        def scales_index(*ids: Any) -> Any:
+        def scales_index(*ids: AnyArray) -> PyTree:
             ids_of_scale = list(index(*ids))
             if not how.direct:
                 ids_of_scale[x.axis] = 0
@@ -165,7 +166,7 @@ def product(
             result.begin()
             refs = refs._replace(out=result.ref)
 
-        def offset(x: Any, axis: int, free: Any) -> Any:
+        def offset(x: PyTree, axis: int, free: jax.Array) -> AnyArray:
             if not isinstance(x, Blocked):
                 return 0
             return depth(i, j, step) * bk if x.axis == axis else free

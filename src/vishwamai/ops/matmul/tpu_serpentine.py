@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from vishwamai.core.types import AnyArray
+
 
 @dataclasses.dataclass(frozen=True)
 class Serpentine:
@@ -38,12 +40,14 @@ class Serpentine:
         """Of all the result."""
         return self.groups * self.rows * self.columns
 
-    def column(self, i: Any, j: Any) -> Any:
+    def column(self, i: Any, j: AnyArray) -> Any:
         """The column of tiles that comes j-th in row i."""
+        # Odd rows go from the last column back, so that neighbouring tiles of two rows share their block of rhs.
         return j + lax.rem(i, 2) * (self.columns - 1 - 2 * j)
 
     def depth(self, i: Any, j: Any, r: Any) -> Any:
         """The tile of K that comes r-th in the j-th tile of row i."""
+        # Every second tile walks K backwards: its first block of lhs or rhs is the last of the tile before.
         return r + lax.rem(i * self.columns + j, 2) * (self.steps - 1 - 2 * r)
 
 
@@ -89,6 +93,7 @@ class SerpentineResult:
     def begin(self) -> None:
         """Before a step: the first of a tile waits for its buffer, with the last the tile before leaves."""
         first = pl.program_id(3) == 0
+        # Two buffers: the tile before the last has left before its buffer is written again.
         pl.when(first & (self.tile >= 2))(lambda: self._store(self.tile - 2).wait())
         pl.when(self.last & (self.tile >= 1))(lambda: self._store(self.tile - 1).start())
 

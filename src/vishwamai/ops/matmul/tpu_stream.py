@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vishwamai.core.pallas import call
 from vishwamai.core.qtensor import scale_values
 from vishwamai.core.tpu_dequantize import Operand
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.matmul import tpu_unpack
 from vishwamai.ops.matmul.spec import Blocked, joint_groups
 from vishwamai.ops.matmul.tpu_kernel import MatmulRefs, kernel
@@ -32,7 +33,9 @@ from vishwamai.ops.matmul.tpu_tiles import VMEM_GRANULE, MatmulConfig
 _SHARE = 8
 
 
-def applies(config: MatmulConfig, lhs: Any, rhs: Any, lhs_axis: int, rhs_axis: int, vectors: tuple[Any, ...]) -> bool:
+def applies(
+    config: MatmulConfig, lhs: AnyArray, rhs: PyTree, lhs_axis: int, rhs_axis: int, vectors: tuple[PyTree, ...]
+) -> bool:
     """Whether the ring's tiles divide this problem (a config may come from a table, or the arrays may be shards of what
     it was made for).
     """
@@ -50,16 +53,16 @@ def applies(config: MatmulConfig, lhs: Any, rhs: Any, lhs_axis: int, rhs_axis: i
 
 def product(
     config: MatmulConfig,
-    lhs: Any,
-    rhs: Any,
+    lhs: AnyArray,
+    rhs: AnyArray,
     rhs_axis: int,
     out_dtype: Any,
     total: Any,
     wide: Any,
     precision: str,
-    bias: Any,
-    scale_a: Any,
-    scale_b: Any,
+    bias: AnyArray,
+    scale_a: AnyArray,
+    scale_b: AnyArray,
     activation: str | None,
     keep_preactivation: bool,
 ) -> tuple[jax.Array, Any]:

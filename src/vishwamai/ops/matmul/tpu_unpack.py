@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.qtensor import INT4
+from vishwamai.core.types import AnyArray
 
 _INT8 = jnp.dtype(jnp.int8)
 ADDED = {_INT8: 0, INT4: 24}
@@ -36,7 +37,7 @@ SCALE = {"b11fnuz": 16}
 """By which products of the unpacked weights are to be multiplied."""
 
 
-def serves(unpack: str, narrow: Any, wide: Any, rhs_axis: int) -> bool:
+def serves(unpack: str, narrow: object, wide: Any, rhs_axis: int) -> bool:
     """Whether `unpack` reads weights of `narrow` beside rows of `wide`; rhs_axis: axis (1 or 2) of the weight along
     which K lies.
     """
@@ -45,14 +46,14 @@ def serves(unpack: str, narrow: Any, wide: Any, rhs_axis: int) -> bool:
     return narrow in ADDED if unpack == "words" else unpack == "b11fnuz" and narrow == jnp.float8_e4m3fn
 
 
-def _source(lane: jax.Array, narrow: Any) -> jax.Array:
+def _source(lane: jax.Array, narrow: object) -> jax.Array:
     """Which row of the weight comes to which place, within 128 rows."""
     if narrow == _INT8:  # 32 rows: byte, word
         return lane // 32 * 32 + lane % 8 * 4 + lane // 8 % 4
     return lane // 64 * 64 + lane // 2 % 8 * 8 + lane % 2 * 4 + lane // 16 % 4  # 64 rows: nibble, word, half
 
 
-def prepare(x_ref: Any, excess_ref: Any, narrow: Any, group: int) -> None:
+def prepare(x_ref: AnyArray, excess_ref: Any, narrow: Any, group: int) -> None:
     """Puts x, `[m, K]`, into the order of "words", and fills `[m, K / group * 128]` with what a group of K adds too
     much to a result, in every lane.
     """

@@ -18,6 +18,7 @@ from vishwamai.core.quantized.packed_product import packed_product
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import as_array, as_jax_dtype
+from vishwamai.core.types import AnyArray
 from vishwamai.core.value_checks import check_values
 from vishwamai.ops.moe.cpu import NATIVE
 from vishwamai.ops.moe.gpu import TRITON
@@ -38,6 +39,7 @@ from vishwamai.ops.moe.spec import (
 from vishwamai.ops.moe.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
+    import jax
     from jax import Array
     from jaxtyping import Float, Int
 
@@ -151,7 +153,7 @@ def grouped_gemm(
     return public_call(MOE, signature(transpose_rhs), spec, arrays, config=config, implementation=implementation).out
 
 
-def _local_groups(lhs: Any, rhs: Any, group_sizes: Any, group_offset: Any) -> tuple[Any, Any]:
+def _local_groups(lhs: AnyArray, rhs: AnyArray, group_sizes: jax.Array, group_offset: Any) -> tuple[AnyArray, AnyArray]:
     """(the sizes of the groups that `rhs` has matrices for, cut off at the last row; the row where the first begins).
 
     Raises:

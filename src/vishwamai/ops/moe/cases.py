@@ -8,6 +8,7 @@ import numpy as np
 
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison, qtensor_of_bytes
 from vishwamai.core.qtensor import FORMATS
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.moe.api import grouped_gemm
 
 
@@ -15,7 +16,7 @@ def _case(
     name: str,
     lhs: tuple[int, ...],
     columns: int,
-    sizes: Any,
+    sizes: PyTree,
     dtype: str = "float32",
     *,
     local: int | None = None,
@@ -36,7 +37,9 @@ def _case(
     return Case(name, "grouped_gemm", grouped_gemm, arrays, {"group_sizes": sizes, **options}, frozenset(tags))
 
 
-def quantized_grouped_gemm(lhs: Any, weight: Any, scales: Any, *, format: str, block_size: Any, **options: Any) -> Any:
+def quantized_grouped_gemm(
+    lhs: AnyArray, weight: AnyArray, scales: AnyArray, *, format: str, block_size: Any, **options: PyTree
+) -> AnyArray:
     """`grouped_gemm` of a QTensor that is made of bytes, see `qtensor_of_bytes`."""
     return grouped_gemm(lhs, qtensor_of_bytes(weight, scales, format, -2, block_size), **options)
 
@@ -103,7 +106,7 @@ _CONTRACT = (
 )
 
 
-def _model(name: str, rows: int, depth: int, columns: int, sizes: Any, **options: Any) -> Case:
+def _model(name: str, rows: int, depth: int, columns: int, sizes: PyTree, **options: Any) -> Case:
     return _case(name, (rows, depth), columns, sizes, "bfloat16", tags=("model", *options.pop("tags", ())), **options)
 
 

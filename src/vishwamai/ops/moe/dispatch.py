@@ -21,6 +21,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.promotion import by_default
 from vishwamai.core.sharding import Axes, follow_explicit_axes
 from vishwamai.core.spec import as_array, at_least_1
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.core.value_checks import check_values
 from vishwamai.ops.moe.routing import Routing
 
@@ -42,7 +43,7 @@ class Dispatch(NamedTuple):
     """
 
     rows: Any
-    group_sizes: Any
+    group_sizes: AnyArray
     choice: Any
     place: Any
     dropped: Any
@@ -60,22 +61,22 @@ def unpermute(rows: jax.Array, choice: jax.Array, place: jax.Array) -> jax.Array
     return fetched(rows, place)
 
 
-def _permute_fwd(tokens: jax.Array, choice: jax.Array, place: jax.Array) -> Any:
+def _permute_fwd(tokens: jax.Array, choice: jax.Array, place: jax.Array) -> PyTree:
     return permute(tokens, choice, place), (choice, place)
 
 
-def _permute_bwd(saved: Any, g: jax.Array) -> Any:
+def _permute_bwd(saved: PyTree, g: jax.Array) -> PyTree:
     choice, place = saved
     # A gather and a sum over k, not a scatter: each choice knows its row.
     total = fetched(g, place).astype(jnp.promote_types(g.dtype, jnp.float32)).sum(axis=1).astype(g.dtype)
     return total, None, None
 
 
-def _unpermute_fwd(rows: jax.Array, choice: jax.Array, place: jax.Array) -> Any:
+def _unpermute_fwd(rows: jax.Array, choice: jax.Array, place: jax.Array) -> PyTree:
     return unpermute(rows, choice, place), (choice, place)
 
 
-def _unpermute_bwd(saved: Any, g: jax.Array) -> Any:
+def _unpermute_bwd(saved: PyTree, g: jax.Array) -> PyTree:
     choice, place = saved
     return fetched(g.reshape(-1, g.shape[-1]), choice), None, None
 
@@ -134,7 +135,7 @@ def moe_dispatch(
     check_values(functools.partial(check_experts, experts=experts), routing.experts)
     capacity = None if capacity_factor is None else capacity_of(count, top_k, experts, capacity_factor)
 
-    def dispatch(tokens: Any, chosen: Any) -> Dispatch:
+    def dispatch(tokens: AnyArray, chosen: AnyArray) -> Dispatch:
         group_sizes, choice, place, dropped = sort_choices(chosen, experts, capacity)
         rows = permute(tokens.reshape(-1, tokens.shape[-1]), choice, place)
         return Dispatch(rows, group_sizes, choice, place, dropped)
@@ -144,7 +145,7 @@ def moe_dispatch(
     return follow_explicit_axes(dispatch, lambda: _gathered(arrays, results), *arrays)
 
 
-def _gathered(arrays: tuple[Any, ...], results: Any) -> Axes:
+def _gathered(arrays: tuple[Any, ...], results: PyTree) -> Axes:
     """On explicit mesh axes: what is split is gathered, for any token may go to any row."""
     return Axes(tuple((None,) * x.ndim for x in arrays), results, frozenset())
 
@@ -160,7 +161,7 @@ def check_experts(chosen: np.ndarray, *, experts: int) -> None:
         )
 
 
-def check_dispatch(tokens: Any, routing: Any, capacity_factor: Any) -> None:
+def check_dispatch(tokens: AnyArray, routing: object, capacity_factor: object) -> None:
     """Raises ShapeError where the arguments of `moe_dispatch`, arrays of any framework, contradict one another."""
     if not isinstance(routing, Routing):
         raise ShapeError(
@@ -183,7 +184,9 @@ def check_dispatch(tokens: Any, routing: Any, capacity_factor: Any) -> None:
         raise ShapeError(f"moe_dispatch: `capacity_factor` is {capacity_factor!r}; pass a positive number, or None.")
 
 
-def sort_choices(chosen: Any, bins: int, capacity: int | None, sizes: Any = None) -> tuple[Any, Any, Any, Any]:
+def sort_choices(
+    chosen: AnyArray, bins: int, capacity: int | None, sizes: AnyArray = None
+) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray]:
     """(group_sizes, choice, place, dropped) of a `Dispatch`, for choices `[T, k]` of one of `bins` each; arrays of JAX
     or torch. `sizes` is how many chose each, where the caller knows it.
     """
@@ -231,7 +234,7 @@ def moe_combine(rows: Float[Array, "R d"], dispatch: Dispatch, routing: Routing)
     check_combine(rows, dispatch, routing)
     wide = jnp.promote_types(rows.dtype, jnp.float32)
 
-    def combine(rows: Any, choice: Any, place: Any, weights: Any) -> Any:
+    def combine(rows: AnyArray, choice: AnyArray, place: AnyArray, weights: AnyArray) -> AnyArray:
         choice_rows = unpermute(rows, choice, place).astype(wide)
         return jnp.einsum("tkd,tk->td", choice_rows, weights.astype(wide), precision="highest").astype(rows.dtype)
 
@@ -239,7 +242,7 @@ def moe_combine(rows: Float[Array, "R d"], dispatch: Dispatch, routing: Routing)
     return follow_explicit_axes(combine, lambda: _gathered(arrays, (None, None)), *arrays)
 
 
-def check_combine(rows: Any, dispatch: Any, routing: Any) -> None:
+def check_combine(rows: AnyArray, dispatch: Any, routing: Any) -> None:
     """Raises ShapeError where the arguments of `moe_combine`, arrays of any framework, contradict one another."""
     for name, value, kind, maker in (
         ("dispatch", dispatch, Dispatch, "moe_dispatch"),

@@ -20,6 +20,7 @@ from vishwamai.core.qtensor import FP4, INT4, bits
 from vishwamai.core.spec import array_spec
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, stage_count, warp_count
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.moe.gpu_arguments import Matrices, Strides
 from vishwamai.ops.moe.reference import gradients
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
@@ -154,7 +155,7 @@ def _aligned(columns: int, dtype: Any) -> bool:
     return columns * dtype.itemsize % 16 == 0
 
 
-def _copies(rhs: Any, columns: int, pairs: bool) -> bool:
+def _copies(rhs: AnyArray, columns: int, pairs: bool) -> bool:
     """Whether the copy engine takes the matrices, in tiles of so many columns: whole 16 bytes too."""
     stored = array_spec(rhs).dtype
     return _aligned(rhs.shape[3], stored) and (columns // 2 if pairs else columns) * stored.itemsize >= 16
@@ -169,19 +170,25 @@ def _beyond(groups: int, first: Any) -> int:
     return gpu.next_power_of_2(groups + (1 if first is None else 2))
 
 
-def _step(x: Any, size: int) -> int:
+def _step(x: AnyArray, size: int) -> int:
     """Elements of `x` from one batch entry to the next, 0 where all share them."""
     return 0 if x is None or x.shape[0] == 1 else size
 
 
-def _pairs(x: Any) -> Any:
+def _pairs(x: AnyArray) -> Any:
     """A JAX array of 4 bits as int8, two numbers of a row in a byte, the first in its lower bits."""
     return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), jnp.int8)
 
 
 def rows_product(
-    spec: GroupedSpec, config: GroupedGpuConfig, tile: Tile, lhs: Any, operands: Operands, transpose: bool, dtype: Any
-) -> Any:
+    spec: GroupedSpec,
+    config: GroupedGpuConfig,
+    tile: Tile,
+    lhs: AnyArray,
+    operands: Operands,
+    transpose: bool,
+    dtype: Any,
+) -> AnyArray:
     """`[B, M, N]`: rows of lhs `[B, M, K]` times the matrices rhs `[B or 1, G, K, N]` (`[B or 1, G, N, K]` if
     `transpose`) of their groups.
     """
@@ -231,7 +238,7 @@ def rows_product(
     return out
 
 
-def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, operands: Operands, dout: Any) -> Any:
+def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, operands: Operands, dout: AnyArray) -> AnyArray:
     """`[B or 1, G, K, N]`: for each group its rows of lhs `[B, M, K]`, transposed, times those of dout `[B, M, N]`; the
     other way around where the matrices are transposed.
     """
@@ -271,7 +278,7 @@ def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, operands: Opera
     return out
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def _cast(x: AnyArray, dtype: Any) -> AnyArray:
     if array_spec(x).dtype == dtype:
         return x
     size = math.prod(x.shape)

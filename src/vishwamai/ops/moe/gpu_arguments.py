@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from vishwamai.core.types import AnyArray
+
 
 class Strides(NamedTuple):
     """Matrices, their scales, the sizes and the first rows from one batch entry to the next; 0 where all share them."""
 
-    rhs: Any
+    rhs: AnyArray
     scale: Any
     sizes: Any
     first: Any

@@ -20,6 +20,7 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.code_tensor import CodeTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import AnyArray
 from vishwamai.core.value_checks import check_values
 from vishwamai.core.weight import Weight
 from vishwamai.ops.moe.checks import (
@@ -208,13 +209,13 @@ def moe_layer(
     return MoEOutput(out.reshape(tokens.shape), routing, dropped)
 
 
-def _router_tokens(router_tokens: Any, tokens: Any) -> Any:
+def _router_tokens(router_tokens: AnyArray, tokens: AnyArray) -> AnyArray:
     scored = as_array("moe_layer", "router_tokens", router_tokens)
     check_router_tokens(scored, tokens)
     return scored
 
 
-def weighted_inputs(xp: Any, tokens: Any, routing: Routing) -> tuple[Any, Routing]:
+def weighted_inputs(xp: Any, tokens: AnyArray, routing: Routing) -> tuple[Any, Routing]:
     """Each choice as a token of its own, `[T * k, d]`, times its weight, and the routing of these, with weights of 1;
     `xp` is `jax.numpy` or `torch`, whose arrays these are.
     """
@@ -224,7 +225,7 @@ def weighted_inputs(xp: Any, tokens: Any, routing: Routing) -> tuple[Any, Routin
     return rows, routing._replace(weights=xp.ones_like(weights), experts=routing.experts.reshape(-1, 1))
 
 
-def _places(expert_places: Any, experts: int) -> jax.Array:
+def _places(expert_places: object, experts: int) -> jax.Array:
     """`expert_places`, checked where its values are known."""
     places = as_array("moe_layer", "expert_places", expert_places)
     if places.shape != (experts,) or not jnp.issubdtype(places.dtype, jnp.integer):
@@ -247,7 +248,7 @@ def _placed(routing: Routing, places: jax.Array) -> Routing:
     return routing._replace(experts=places[routing.experts], expert_counts=counts)
 
 
-def _weight(name: str, x: Any) -> Any:
+def _weight(name: str, x: AnyArray) -> AnyArray:
     """An argument as an array of JAX; experts may be quantized, or multiply by themselves."""
     quantized = isinstance(x, (QTensor, PackedQTensor, CodeTensor, Weight)) and name in ("gate", "up", "down")
     return x if quantized else as_array("moe_layer", name, x)
@@ -288,14 +289,14 @@ def _in_pieces(
     return chosen
 
 
-def clamped(xp: Any, gate: Any, up: Any, limit: float) -> Any:
+def clamped(xp: Any, gate: AnyArray, up: AnyArray, limit: float) -> AnyArray:
     """See `CLAMPED`; `xp` is `jax.numpy` or `torch`, whose arrays these are."""
     gate, up = xp.clip(gate, None, limit), xp.clip(up, -limit, limit)
     sigmoid = jax.nn.sigmoid if xp is jnp else xp.sigmoid
     return gate * sigmoid(1.702 * gate) * (up + 1)
 
 
-def _biases(biases: Any, gate: Any, up: Any, down: Any) -> tuple[Any, Any, Any]:
+def _biases(biases: object, gate: AnyArray, up: AnyArray, down: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
     """The experts' biases as arrays, or None each."""
     checked_biases = check_biases(biases)
     named = zip(("gate", "up", "down"), checked_biases, (gate, up, down), strict=True)

@@ -17,6 +17,7 @@ from vishwamai.core.gradients import is_float
 from vishwamai.core.op import Implementation
 from vishwamai.core.qtensor import expand, scale_values
 from vishwamai.core.spec import static_size
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
 
 _LARGEST_BLOCK = 512
@@ -73,7 +74,9 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="fill", fill_value=0)
 
 
-def _matrix(rhs: jax.Array, scale: jax.Array | None, group: Any, block_k: int, dtype: Any) -> tuple[Any, Any]:
+def _matrix(
+    rhs: jax.Array, scale: jax.Array | None, group: AnyArray, block_k: int, dtype: Any
+) -> tuple[PyTree, PyTree]:
     """(the matrix of a group `[K, N]`, the scales of its columns `[1, N or 1]`, or None).
 
     Scales of blocks of K are multiplied in, and the result is rounded to `dtype`.

@@ -17,6 +17,7 @@ from vishwamai.core.arrays import activations, bincount, cast, constant, gather_
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.sharding import Axes, follow_explicit_axes, mesh_axis_size
 from vishwamai.core.spec import array_spec, as_array
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.moe.spec import FLOATS
 
 if TYPE_CHECKING:
@@ -138,7 +139,9 @@ def moe_routing(
                 f"a mask of shape {x.shape[:-1]}."
             )
 
-    def score(x: Any, router: Any, mask: Any, bias: Any, logit_bias: Any, factors: Any) -> tuple[Any, ...]:
+    def score(
+        x: AnyArray, router: AnyArray, mask: AnyArray, bias: AnyArray, logit_bias: AnyArray, factors: Any
+    ) -> tuple[AnyArray, ...]:
         """Weights and experts of the tokens here, and sums over them."""
         mask = None if mask is None else mask.reshape(-1)
         x = x.reshape(-1, x.shape[-1])
@@ -167,7 +170,7 @@ def moe_routing(
     return Routing(weights * scale, chosen.astype(jnp.int32), balance, squares / number, counts)
 
 
-def _axes(ndim: int, mask: Any, vectors: Sequence[Any]) -> Axes:
+def _axes(ndim: int, mask: AnyArray, vectors: Sequence[object]) -> Axes:
     """The first axis of the tokens may be split; what is summed over them is then summed over its parts."""
     tokens = ("tokens", *([None] * (ndim - 1)))
     of_vectors = tuple(None if v is None else (None,) for v in vectors)
@@ -177,15 +180,15 @@ def _axes(ndim: int, mask: Any, vectors: Sequence[Any]) -> Axes:
 
 
 def choose(
-    logits: Any,
-    bias: Any,
+    logits: AnyArray,
+    bias: AnyArray,
     top_k: int,
     scoring: str,
     normalize: bool,
     grouping: tuple[int, int | None, str],
     margin: float,
-    mask: Any = None,
-) -> tuple[Any, Any, Any, Any]:
+    mask: AnyArray = None,
+) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray]:
     """(weights, experts, how many chose each expert, the sum over tokens of each expert's share) by float32 logits
     `[T, experts]`, arrays of JAX or torch; the arguments are checked ones of `moe_routing`. Both sums leave
     out the tokens where `mask`, `[T]` of JAX, is False.
@@ -235,12 +238,12 @@ def _within_groups(preference: Any, num_groups: int, top_groups: int, best_count
 
 
 def check_routing(
-    tokens: Any,
-    router_weights: Any,
+    tokens: AnyArray,
+    router_weights: AnyArray,
     num_experts: int | None,
     top_k: int,
     scoring: str,
-    biases: Mapping[str, Any],
+    biases: Mapping[str, PyTree],
     grouping: tuple[int, int | None, str],
     margin: float,
     jitter: float,

@@ -19,6 +19,7 @@ from vishwamai.core.quantized.code_tensor import CodeTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import ArraySpec, OpSpec, array_spec, as_dtype
+from vishwamai.core.types import AnyArray, PyTree
 
 FLOATS = tuple(jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 NARROW = (jnp.dtype(jnp.int8), INT4, *FP8_DTYPES, FP4)
@@ -29,19 +30,19 @@ class Operands(NamedTuple):
     is shared between them.
     """
 
-    lhs: Annotated[Any, "batch m k"]
+    lhs: Annotated[AnyArray, "batch m k"]
     # Of the dtype of lhs; with a scale one of `NARROW`. "batch? groups n k" if transpose_rhs.
-    rhs: Annotated[Any, "batch? groups k n"]
-    group_sizes: Annotated[Any, "batch? groups"]  # int32
+    rhs: Annotated[AnyArray, "batch? groups k n"]
+    group_sizes: Annotated[AnyArray, "batch? groups"]  # int32
     # One for each block of k, or one block: float; or uint8, the bits of e8m0.
-    rhs_scale: Annotated[Any, "batch? groups _ n?", "optional"]
-    first_row: Annotated[Any, "batch?", "optional"]  # int32: where the first group begins, else at 0
+    rhs_scale: Annotated[AnyArray, "batch? groups _ n?", "optional"]
+    first_row: Annotated[AnyArray, "batch?", "optional"]  # int32: where the first group begins, else at 0
 
 
 class Outputs(NamedTuple):
     """`out` is the grouped product."""
 
-    out: Annotated[Any, "batch m n"]  # in out_dtype
+    out: Annotated[AnyArray, "batch m n"]  # in out_dtype
 
 
 def operand_dims(transpose_rhs: bool) -> Operands:
@@ -99,7 +100,7 @@ class GroupedSpec(OpSpec):
     def n(self) -> int:
         return self.operands.rhs.shape[2 if self.transpose_rhs else 3]
 
-    def matrix_factors(self, lhs: Any, dout: Any) -> tuple[Any, Any]:
+    def matrix_factors(self, lhs: AnyArray, dout: AnyArray) -> tuple[PyTree, PyTree]:
         """The factors of the weights' gradient: what makes the rows of a matrix, and what makes its columns."""
         return (dout, lhs) if self.transpose_rhs else (lhs, dout)
 
@@ -145,7 +146,7 @@ def split(spec: GroupedSpec, backward: bool) -> str:
     return "batch n" if spec.block_k else "batch k n"
 
 
-def unpack_weights(rhs: QTensor) -> tuple[Any, Any, int]:
+def unpack_weights(rhs: QTensor) -> tuple[PyTree, PyTree, int]:
     """(values, scales `[..., G, blocks, N or 1]`, numbers along K that share a scale or 0); the arrays may be of any
     framework.
 
@@ -166,7 +167,7 @@ def unpack_weights(rhs: QTensor) -> tuple[Any, Any, int]:
     return values, scales, rhs.block_size or 0
 
 
-def check_transposed(rhs: Any, transpose_rhs: bool) -> None:
+def check_transposed(rhs: PyTree, transpose_rhs: bool) -> None:
     """Checks that transposed matrices are an array.
 
     Raises:
@@ -254,7 +255,7 @@ def check_offset(offset: Any, *, groups: int, local: int) -> None:
         )
 
 
-def check_held(lhs: Any, rhs: Any, group_sizes: Any, offset: Any, integer: bool) -> None:
+def check_held(lhs: AnyArray, rhs: AnyArray, group_sizes: AnyArray, offset: AnyArray, integer: bool) -> None:
     """Checks shapes of a call with `group_offset`, of arrays of any framework; `integer`: whether the offset is one.
 
     Raises:
@@ -271,7 +272,7 @@ def check_held(lhs: Any, rhs: Any, group_sizes: Any, offset: Any, integer: bool)
         )
 
 
-def held_groups(group_sizes: Any, offset: Any, *, local: int, rows: int) -> tuple[Any, Any]:
+def held_groups(group_sizes: AnyArray, offset: AnyArray, *, local: int, rows: int) -> tuple[AnyArray, AnyArray]:
     """(sizes of the `local` groups from `offset` on, the row where the first of them begins), where sizes count from 0
     on and are cut off at the last of `rows` rows; of int32 arrays of JAX or torch.
     """

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from vishwamai.core.pallas import dot
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.moe.tpu_tiles import ALIGN
 
 SEMANTICS = ("parallel", "arbitrary", "arbitrary", "arbitrary", "arbitrary")
@@ -22,13 +23,13 @@ def product(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
     return dot(x, y, axes, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
-def keep(x: jax.Array, axis: int, start: Any, stop: Any) -> jax.Array:
+def keep(x: jax.Array, axis: int, start: AnyArray, stop: AnyArray) -> jax.Array:
     """x with zeros outside `start <= index < stop` of the axis."""
     index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
     return jnp.where((index >= start) & (index < stop), x, jnp.zeros_like(x))
 
 
-def for_pieces(start: Any, stop: Any, block_m: int, piece: int, small: int, middle: int, body: Any) -> None:
+def for_pieces(start: AnyArray, stop: AnyArray, block_m: int, piece: int, small: int, middle: int, body: Any) -> None:
     """Calls `body(first row, rows, fresh)` for pieces that cover `start <= row < stop` of a tile: large ones, then
     small ones, never past the tile.
 
@@ -96,7 +97,7 @@ class Split:
             return 1, self.batch, self.tiles
         return (2, self.batch, self.tiles // 2) if self._axis == 1 else (2, self.batch // 2, self.tiles)
 
-    def index(self, part: Any, b: Any, j: Any) -> tuple[Any, Any]:
+    def index(self, part: AnyArray, b: AnyArray, j: AnyArray) -> tuple[AnyArray, AnyArray]:
         """(batch entry, tile) of a place in the grid."""
         _, batch, tiles = self.grid
         return (part * batch + b, j) if self._axis == 0 else (b, part * tiles + j) if self._axis == 1 else (b, j)

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vishwamai.core.pallas import call
 from vishwamai.core.qtensor import bits, scale_values
 from vishwamai.core.tpu_dequantize import Operand, blocked_operand
+from vishwamai.core.types import AnyArray, PyTree, Ref
 from vishwamai.ops.moe import tpu_visits as visits
 from vishwamai.ops.moe.spec import Operands
 from vishwamai.ops.moe.tpu_pieces import SEMANTICS, Split, for_pieces, keep, product
@@ -74,7 +75,7 @@ def _rows_kernel(
 
     if matrix_ref is not None:
 
-        def copy(batch: Any, column: Any, group: Any, slot: Any) -> Any:
+        def copy(batch: AnyArray, column: jax.Array, group: AnyArray, slot: jax.Array) -> Any:
             columns: Any = slice(None)
             if not all_columns:
                 columns = pl.ds(pl.multiple_of(column * block_n, block_n), block_n)
@@ -84,7 +85,7 @@ def _rows_kernel(
 
         buffers = tile.matrix_buffers
 
-        def after(slot: Any, by: int) -> Any:
+        def after(slot: jax.Array, by: int) -> AnyArray:
             return jnp.where(slot + by >= buffers, slot + by - buffers, slot + by)
 
         @pl.when((visit == 0) | (group_ref[entry] != group_ref[before]))
@@ -117,7 +118,7 @@ def _rows_kernel(
     block_scales, column_scales = (scale_ref, None) if reading.size else (None, scale_ref)
     first_k = step * block_k if rhs_axis == 0 else column * block_n  # of rhs's rows in its block
 
-    def chunk(row: Any, rows: int, k: Any, size: int, valid: Any) -> jax.Array:
+    def chunk(row: AnyArray, rows: int, k: Any, size: int, valid: Any) -> jax.Array:
         lhs = lhs_ref[pl.ds(row, rows), pl.ds(k, size)]  # [rows, size]
         rhs = reading.tile(rhs_ref, block_scales, rhs_axis, k, size, first_k, lhs.dtype)
         if column_scales is not None:
@@ -129,7 +130,7 @@ def _rows_kernel(
             lhs, rhs = keep(lhs, 1, 0, valid), keep(rhs, rhs_axis, 0, valid)
         return product(lhs, rhs, (1, rhs_axis))
 
-    def store(row: Any, rows: int, total: jax.Array) -> None:
+    def store(row: int | jax.Array, rows: int, total: jax.Array) -> None:
         total = total if column_scales is None or rhs_axis == 1 else total * column_scales[...]
         index = row + lax.broadcasted_iota(jnp.int32, total.shape, 0)
         old = out_ref[pl.ds(row, rows), :].astype(jnp.float32)  # rows of other groups in the same tile stay
@@ -139,7 +140,7 @@ def _rows_kernel(
     def _() -> None:
         out_ref[...] = jnp.zeros_like(out_ref)
 
-    def piece(row: Any, rows: int, fresh: Any) -> None:
+    def piece(row: AnyArray, rows: int, fresh: AnyArray) -> None:
         del fresh  # what is computed twice is the same
         if sum_ref is None:
             store(row, rows, chunk(row, rows, 0, block_k, None))
@@ -212,20 +213,24 @@ def rows_product(
     scales_shared = scale is None or scale.shape[0] == 1
     resident = stays(tile.block, n, k)  # the group's matrix stays in VMEM over its visits
 
-    def lhs_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, tile: Any, *_: Any) -> Any:
+    def lhs_index(
+        p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, tile: Any, *_: Any
+    ) -> PyTree:
         b, _ = split.index(p, b, j)
         return b, tile[b * entries + v], r
 
-    def rhs_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, *_: Any) -> Any:
+    def rhs_index(p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, *_: Any) -> PyTree:
         b, j = split.index(p, b, j)
         rest = (r, j) if rhs_axis == 0 else (j, r)
         return (0 if shared else b, group[b * entries + v], *rest)
 
-    def out_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, tile: Any, *_: Any) -> Any:
+    def out_index(
+        p: jax.Array, b: AnyArray, j: jax.Array, v: AnyArray, r: jax.Array, group: Any, tile: Ref, *_: Any
+    ) -> PyTree:
         b, j = split.index(p, b, j)
         return b, tile[b * entries + v], j
 
-    def scale_index(p: Any, b: Any, j: Any, v: Any, r: Any, group: Any, *_: Any) -> Any:
+    def scale_index(p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, *_: Any) -> PyTree:
         entry, of_group, rows, columns = rhs_index(p, b, j, v, r, group)
         return 0 if scales_shared else entry, of_group, rows if reading.direct else 0, columns
 

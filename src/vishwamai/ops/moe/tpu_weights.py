@@ -11,22 +11,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
+from vishwamai.core.types import AnyArray, PyTree, Ref
 from vishwamai.ops.moe import tpu_visits as visits
 from vishwamai.ops.moe.tpu_pieces import SEMANTICS, Split, for_pieces, keep, product
 from vishwamai.ops.moe.tpu_tiles import GroupedTile, fit
 
 
 def _weights_kernel(
-    group_ref: Any,
-    tile_ref: Any,
-    start_ref: Any,
-    stop_ref: Any,
-    following_ref: Any,
-    second_ref: Any,
-    lhs_ref: Any,
-    dout_ref: Any,
-    out_ref: Any,
-    sum_ref: Any,
+    group_ref: Ref,
+    tile_ref: Ref,
+    start_ref: Ref,
+    stop_ref: Ref,
+    following_ref: Ref,
+    second_ref: Ref,
+    lhs_ref: Ref,
+    dout_ref: Ref,
+    out_ref: Ref,
+    sum_ref: Ref,
     *,
     entries: int,
     split: Split,
@@ -94,19 +95,23 @@ def weights_product(
     by_column = column_tiles % 2 == 0 or depth_tiles % 2
     split = Split(batch, column_tiles if by_column else depth_tiles)
 
-    def index(p: Any, b: Any, j: Any, i: Any) -> tuple[Any, Any, Any]:
+    def index(p: AnyArray, b: AnyArray, j: AnyArray, i: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
         b, j = split.index(p, b, j)
         return (b, i, j) if by_column else (b, j, i)
 
-    def lhs_index(p: Any, b: Any, j: Any, i: Any, v: Any, group: Any, tile: Any, *_: Any) -> Any:
+    def lhs_index(
+        p: AnyArray, b: AnyArray, j: AnyArray, i: AnyArray, v: AnyArray, group: Any, tile: Any, *_: Any
+    ) -> PyTree:
         b, i, _ = index(p, b, j, i)
         return b, tile[b * entries + v], i
 
-    def dout_index(p: Any, b: Any, j: Any, i: Any, v: Any, group: Any, tile: Any, *_: Any) -> Any:
+    def dout_index(
+        p: AnyArray, b: AnyArray, j: AnyArray, i: AnyArray, v: AnyArray, group: Any, tile: Any, *_: Any
+    ) -> PyTree:
         b, _, j = index(p, b, j, i)
         return b, tile[b * entries + v], j
 
-    def out_index(p: Any, b: Any, j: Any, i: Any, v: Any, group: Any, *_: Any) -> Any:
+    def out_index(p: jax.Array, b: AnyArray, j: jax.Array, i: AnyArray, v: AnyArray, group: Any, *_: Any) -> PyTree:
         b, i, j = index(p, b, j, i)
         return b, group[b * entries + v], i, j
 

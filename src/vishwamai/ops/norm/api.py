@@ -9,6 +9,7 @@ from vishwamai.core.op import Op
 from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.signature import array_specs, as_arrays, public_call
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import PyTree
 from vishwamai.ops.norm.cpu import NATIVE
 from vishwamai.ops.norm.gpu import TRITON
 from vishwamai.ops.norm.reference import XLA
@@ -149,7 +150,7 @@ def rms_norm(
     return _norm("rms", Operands(x, residual, scale, offset), eps, config, implementation)
 
 
-def _norm(kind: Kind, arrays: Operands, eps: float, config: Any, implementation: str | None) -> Any:
+def _norm(kind: Kind, arrays: Operands, eps: float, config: Any, implementation: str | None) -> PyTree:
     arrays = as_arrays(f"{kind}_norm", arrays)
     spec = describe(array_specs(arrays), kind, eps)
     y, total = public_call(NORM, SIGNATURE, spec, arrays, config=config, implementation=implementation)

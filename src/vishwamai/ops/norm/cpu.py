@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,11 @@ import numpy as np
 from vishwamai.core import ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray, DTypeLike
 from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
+
+if TYPE_CHECKING:
+    import jax
 
 _NATIVE = ("float32", "bfloat16", "float64")
 
@@ -30,11 +34,11 @@ def _storage(dtype: Any) -> Any:
     return jnp.float32 if dtype == jnp.float16 else dtype
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def _cast(x: AnyArray, dtype: Any) -> AnyArray:
     return None if x is None else x.astype(dtype)
 
 
-def _parameter_dtype(parameter: Any, statistics: Any) -> Any:
+def _parameter_dtype(parameter: jax.Array | None, statistics: DTypeLike) -> Any:
     """The dtype in which the kernel takes a parameter and gives its gradient: its own of 16 bits, or that of the
     statistics.
     """

@@ -8,13 +8,13 @@ order, so the same inputs give the same bits.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from vishwamai.core import gpu
 from vishwamai.core.gpu_sums import sum_to
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, warp_count
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
 
 _KERNELS = "vishwamai.ops.norm.gpu_kernels"
@@ -86,7 +86,7 @@ def heuristic(spec: NormSpec, target: Target) -> NormGpuConfig:
     )
 
 
-def _stride(parameter: Any, features: int) -> int:
+def _stride(parameter: AnyArray | None, features: int) -> int:
     return 0 if parameter is None or parameter.shape[0] == 1 else features
 
 

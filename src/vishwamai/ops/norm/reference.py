@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import lax
 
 from vishwamai.core.gradients import autodiff_backward
 from vishwamai.core.op import Implementation
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
+
+if TYPE_CHECKING:
+    import jax
 
 
 def forward(spec: NormSpec, operands: Operands) -> tuple[Outputs, None]:
@@ -29,7 +33,7 @@ def forward(spec: NormSpec, operands: Operands) -> tuple[Outputs, None]:
     eps = jnp.maximum(spec.eps * inverse * inverse, jnp.finfo(s.dtype).tiny) if spec.eps > 0 else 0.0
     y = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
 
-    def parameter(p: Any) -> Any:
+    def parameter(p: jax.Array) -> AnyArray:
         return p[:, None, :].astype(spec.accumulator)
 
     if operands.scale is not None:
@@ -39,7 +43,7 @@ def forward(spec: NormSpec, operands: Operands) -> tuple[Outputs, None]:
     return Outputs(y.astype(x.dtype), None if operands.residual is None else total), None
 
 
-def _inverse_power(spec: NormSpec, s: Any) -> Any:
+def _inverse_power(spec: NormSpec, s: AnyArray) -> AnyArray:
     """The inverse of the power of two near each row's largest size, or near sqrt(eps) where that is more: of rows times
     it, neither the squares nor the gradient's cubes leave the dtype's range, and no digit changes.
     """

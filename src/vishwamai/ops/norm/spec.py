@@ -11,6 +11,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import RowSpec
+from vishwamai.core.types import AnyArray
 
 Kind = Literal["layer", "rms"]
 
@@ -18,17 +19,17 @@ Kind = Literal["layer", "rms"]
 class Operands(NamedTuple):
     """Operands in the op's own layout; `groups` counts folded vmap axes."""
 
-    x: Annotated[Any, "groups rows features"]
-    residual: Annotated[Any, "groups rows features", "optional"]
-    scale: Annotated[Any, "groups? features", "optional"]
-    offset: Annotated[Any, "groups? features", "optional"]
+    x: Annotated[AnyArray, "groups rows features"]
+    residual: Annotated[AnyArray, "groups rows features", "optional"]
+    scale: Annotated[AnyArray, "groups? features", "optional"]
+    offset: Annotated[AnyArray, "groups? features", "optional"]
 
 
 class Outputs(NamedTuple):
     """`y` is the normalized array; `total` is x + residual, None without a residual."""
 
-    y: Annotated[Any, "groups rows features"]
-    total: Annotated[Any, "groups rows features", "optional"]
+    y: Annotated[AnyArray, "groups rows features"]
+    total: Annotated[AnyArray, "groups rows features", "optional"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,7 @@ def describe(operands: Operands, kind: Kind, eps: float) -> NormSpec:
     return NormSpec(SIGNATURE.specs(operands), kind, float(eps))
 
 
-def check_offset(scale: Any, by: Any) -> None:
+def check_offset(scale: AnyArray, by: Any) -> None:
     """Checks `scale_offset`.
 
     Raises:

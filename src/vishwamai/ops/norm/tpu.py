@@ -11,7 +11,7 @@ rows per part of the grid and summed outside, so the parts may run on different 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -21,9 +21,13 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import (
     call,
 )
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
 from vishwamai.ops.norm.tpu_kernels import backward_kernel, forward_kernel
 from vishwamai.ops.norm.tpu_tiles import NormConfig, heuristic, why_not
+
+if TYPE_CHECKING:
+    import jax
 
 
 def _centered(spec: NormSpec, config: NormConfig) -> Any:
@@ -36,7 +40,7 @@ def _planned(config: NormConfig) -> int:
     return max(config.vmem_bytes, config.claimed_vmem_bytes * 4 // 5)
 
 
-def _parameter_rows(p: Any) -> Any:
+def _parameter_rows(p: jax.Array | None) -> AnyArray:
     """A parameter `[G or 1, F]` as `[G or 1, 1, F]`, so that a block of one row is a whole axis; widened once, not in
     every chunk.
     """
@@ -47,7 +51,7 @@ def forward(spec: NormSpec, config: NormConfig, operands: Operands) -> tuple[Out
     x, residual, scale, offset = operands
     rows = pl.BlockSpec((None, config.block_rows, spec.features), lambda g, i: (g, i, 0))
 
-    def parameter(p: Any) -> pl.BlockSpec | None:
+    def parameter(p: jax.Array | None) -> pl.BlockSpec | None:
         return (
             None
             if p is None
@@ -115,7 +119,7 @@ def backward(spec: NormSpec, config: NormConfig, operands: Operands, outputs: Ou
         transcendentals=spec.groups * spec.rows,
     )
 
-    def total_of(parts_of: Any, p: Any) -> Any:
+    def total_of(parts_of: AnyArray, p: AnyArray) -> AnyArray:
         if p is None:
             return None
         return jnp.sum(parts_of, axis=(1, 2) if p.shape[0] > 1 else (0, 1, 2)).reshape(p.shape).astype(p.dtype)

@@ -117,6 +117,7 @@ def forward_kernel(
         squares = _RowSum()
         for columns in slabs:
             s = source.first(columns)
+            # first
             squares.add(s * s)
         rstd = lax.rsqrt(squares.rows() * (1.0 / spec.features) + spec.eps)  # [chunk, 1]
         for columns in slabs:

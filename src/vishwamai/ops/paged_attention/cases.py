@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.paged_attention.api import ragged_paged_attention
 
 Runs = tuple[tuple[int, int], ...]
@@ -54,7 +55,7 @@ def tables(runs: Runs, page_size: int, entries: int | None = None, spare: int = 
     return arrays, pages
 
 
-def separate_pages(query: Any, k_pages: Any, v_pages: Any, **rest: Any) -> Any:
+def separate_pages(query: AnyArray, k_pages: AnyArray, v_pages: AnyArray, **rest: AnyArray) -> AnyArray:
     """`ragged_paged_attention` with keys and values in pools of their own."""
     return ragged_paged_attention(query, (k_pages, v_pages), **rest)
 
@@ -191,13 +192,15 @@ CASES = (
 )
 
 
-def _eight_batches(query: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, sinks: Any, **options: Any) -> Any:
+def _eight_batches(
+    query: AnyArray, kv_pages: AnyArray, kv_lens: AnyArray, page_indices: AnyArray, sinks: AnyArray, **options: Any
+) -> Any:
     """Eight batches of two sequences, of one and two new tokens, by vmap: the op has no batch axis but the
     sequences.
     """
     starts: Any = np.array([0, 1, 3], np.int32)
 
-    def batch_result(query: Any, kv_pages: Any, kv_lens: Any, page_indices: Any) -> Any:
+    def batch_result(query: AnyArray, kv_pages: AnyArray, kv_lens: AnyArray, page_indices: AnyArray) -> Any:
         return ragged_paged_attention(
             query, kv_pages, kv_lens, page_indices, starts, sinks=sinks, max_q_len=2, **options
         )

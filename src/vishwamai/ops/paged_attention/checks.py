@@ -14,6 +14,7 @@ from vishwamai.core.arrays import cast
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.shape_checks import Argument, check_shapes
 from vishwamai.core.spec import ArraySpec, array_spec, as_array, as_dtype
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.paged_attention.spec import HINTS, TABLES, Form, Operands, PagedSpec, signature_of
 
 _NAME = "ragged_paged_attention"
@@ -23,7 +24,7 @@ QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2")
 _NARROW = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 
 
-def _array(name: str, x: Any) -> Any:
+def _array(name: str, x: AnyArray) -> AnyArray:
     """A torch tensor as it is, anything else as a JAX array."""
     return x if gpu.framework(x) == "torch" else as_array(name, "kv_pages", x)
 
@@ -33,12 +34,12 @@ def form_of(k_pages: Any, v_pages: Any | None) -> Form:
     return "separate" if v_pages is not None else "latent" if len(k_pages.shape) == 3 else "combined"
 
 
-def kv_heads_of(k_pages: Any, form: Form) -> int:
+def kv_heads_of(k_pages: AnyArray, form: Form) -> int:
     """The kv heads of a pool in the caller's layout."""
     return {"combined": k_pages.shape[-2] // 2, "separate": k_pages.shape[-2], "latent": 1}[form]
 
 
-def page_pools(name: str, kv_pages: Any) -> tuple[Any, Any | None, Form]:
+def page_pools(name: str, kv_pages: PyTree) -> tuple[PyTree, PyTree | None, Form]:
     """(k_pages, v_pages or None, form) of what the caller passed as `kv_pages`.
 
     Raises:
@@ -65,7 +66,7 @@ def page_pools(name: str, kv_pages: Any) -> tuple[Any, Any | None, Form]:
     return pages, None, "combined"
 
 
-def check_scale(name: str, label: str, scale: Any, kv_heads: int) -> Any:
+def check_scale(name: str, label: str, scale: AnyArray, kv_heads: int) -> AnyArray:
     """`[kv_heads]` float32 of a number or an array, None for None.
 
     Raises:
@@ -87,7 +88,7 @@ def check_num_seqs(name: str, num_seqs: int, sequences: int) -> None:
         raise ShapeError(f"{name}: `num_seqs` is {num_seqs}; pass a number from 0 to {sequences}, the sequences given.")
 
 
-def as_num_seqs(name: str, num_seqs: Any, sequences: int) -> jax.Array:
+def as_num_seqs(name: str, num_seqs: object, sequences: int) -> jax.Array:
     """How many of the sequences count, as an array of one element; None for all of them.
 
     Raises:
@@ -100,12 +101,12 @@ def as_num_seqs(name: str, num_seqs: Any, sequences: int) -> jax.Array:
     return jnp.asarray(num_seqs, jnp.int32 if isinstance(num_seqs, int) else None).reshape(-1)
 
 
-def logit_scale(q_scale: Any, k_scale: Any) -> Any:
+def logit_scale(q_scale: Any, k_scale: AnyArray) -> AnyArray:
     """The factor of the products: of the keys' scales and the queries', None for 1."""
     return q_scale if k_scale is None else k_scale if q_scale is None else q_scale * k_scale
 
 
-def wide_query(query: Any, out_dtype: Any) -> Any:
+def wide_query(query: AnyArray, out_dtype: Any) -> AnyArray:
     """Quantized queries in `out_dtype`, which holds every 8-bit number; others as they are.
 
     Raises:
@@ -127,7 +128,7 @@ def wide_query(query: Any, out_dtype: Any) -> Any:
     return query
 
 
-def check_tables(name: str, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> None:
+def check_tables(name: str, kv_lens: PyTree, page_indices: PyTree, cu_q_lens: object, num_seqs: object) -> None:
     """Checks the integer arrays that say which queries meet which pages.
 
     Raises:
@@ -174,7 +175,7 @@ def _check_query(query: ArraySpec, k: ArraySpec, form: Form, latent_dim: int | N
         )
 
 
-def check_window(window: Any) -> int | None:
+def check_window(window: object) -> int | None:
     """How many keys before its own position a query sees, None for all.
 
     Raises:
@@ -194,7 +195,7 @@ def check_window(window: Any) -> int | None:
     return None if window is None else min(window, 2**31 - 1)  # positions are int32
 
 
-def _check_options(scale: Any, softcap: Any, max_q_len: Any, form: Form, head_dim: int) -> float:
+def _check_options(scale: Any, softcap: float | None, max_q_len: Any, form: Form, head_dim: int) -> float:
     """The scale.
 
     Raises:

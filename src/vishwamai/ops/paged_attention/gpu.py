@@ -17,6 +17,7 @@ from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.qtensor import INT4
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.paged_attention.checks import no_gradient
 from vishwamai.ops.paged_attention.gpu_arguments import Extents, Items, Scores, Tiles, Widths
 from vishwamai.ops.paged_attention.gpu_pools import chunk_of, pools_of, sequences_of, strides, terms_of
@@ -121,7 +122,7 @@ def _attend(
     how: Items,
     targets: Outputs,
     lse: gpu.Result | None = None,
-) -> list[Any]:
+) -> list[AnyArray]:
     """One launch of the walk over pages: [out, logsumexp or None, the splits' lse or None]."""
     rows, keys, warps, stages = tiles
     heads, head_tiles = heads_of(spec, rows)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from vishwamai.core.types import AnyArray
+
 
 class Pool(NamedTuple):
     """Pages of keys or of values, with their scales, `[batch, heads]`."""
@@ -57,7 +59,7 @@ class Extents(NamedTuple):
     """The problem's sizes, and the items and tiles of heads that its grid has."""
 
     batch: Any
-    tokens: Any
+    tokens: AnyArray
     heads: Any
     kv_heads: Any
     head_tiles: Any

@@ -8,6 +8,7 @@ from typing import Any
 from vishwamai.core import gpu
 from vishwamai.core.qtensor import INT4
 from vishwamai.core.spec import array_spec
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.paged_attention.gpu_arguments import Pool, Sequences, Terms
 from vishwamai.ops.paged_attention.spec import Operands, PagedSpec
 
@@ -15,7 +16,7 @@ _CHUNK = 1024
 """Sequences that a block is looked up among at once."""
 
 
-def strides(x: Any) -> tuple[int, ...]:
+def strides(x: AnyArray) -> tuple[int, ...]:
     """A tensor's own strides; JAX arrays have those of contiguous ones. 0 along a leading axis that is shared."""
     if gpu.framework(x) == "torch":
         strides = [int(n) for n in x.stride()]
@@ -24,12 +25,12 @@ def strides(x: Any) -> tuple[int, ...]:
     return (0 if x.shape[0] == 1 else strides[0], *strides[1:])
 
 
-def _batch(x: Any) -> int:
+def _batch(x: AnyArray) -> int:
     """Stride of the batch axis; 0 without an array, or where it is shared."""
     return 0 if x is None else strides(x)[0]
 
 
-def pools_of(k_pages: Any, v_pages: Any, form: str, k_scale: Any, v_scale: Any) -> tuple[Pool, Pool, int]:
+def pools_of(k_pages: AnyArray, v_pages: AnyArray, form: str, k_scale: object, v_scale: Any) -> tuple[Pool, Pool, int]:
     """The pools of keys and values, and where a head's values begin after its keys, for pages that have both."""
     k, step = strides(k_pages), 2 if form == "combined" else 1
     row = 0 if form == "latent" else k[3]
@@ -43,7 +44,9 @@ def pools_of(k_pages: Any, v_pages: Any, form: str, k_scale: Any, v_scale: Any) 
     return k_pool, v_pool, row // per_byte if form == "combined" else 0
 
 
-def sequences_of(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, total: int, entries: int) -> Sequences:
+def sequences_of(
+    kv_lens: AnyArray, page_indices: AnyArray, cu_q_lens: AnyArray, num_seqs: AnyArray, total: int, entries: int
+) -> Sequences:
     """Lengths and pages of each sequence; None for what a kernel does not read."""
     arrays = kv_lens, page_indices, cu_q_lens, num_seqs
     return Sequences._make((*arrays, *map(_batch, arrays), total, entries))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from vishwamai.core import gpu
 from vishwamai.core.qtensor import INT4
 from vishwamai.core.spec import array_spec
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.paged_attention.gpu_arguments import Turn, Widths
 from vishwamai.ops.paged_attention.gpu_pools import chunk_of, pools_of, sequences_of
 from vishwamai.ops.paged_attention.gpu_tiles import tile_of
@@ -20,7 +21,7 @@ UPDATE = gpu.TritonKernel("vishwamai.ops.paged_attention.gpu_kernels_update", "u
 PUT = gpu.TritonKernel("vishwamai.ops.paged_attention.gpu_kernels_update", "put")
 
 
-def why_not_put(pool: Any, rows: Any) -> str | None:
+def why_not_put(pool: AnyArray, rows: AnyArray) -> str | None:
     """What keeps `put` from these arrays, or None."""
     if pool.dtype != INT4:
         return f"rows of {pool.dtype.name} are whole bytes, which XLA's scatter moves in place"
@@ -29,7 +30,7 @@ def why_not_put(pool: Any, rows: Any) -> str | None:
     return gpu.why_not()
 
 
-def put(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
+def put(pool: Any, rows: Any, page: Any, slot: AnyArray) -> Any:
     """See `rows.put`; of numbers of 4 bits, which a scatter would write one by one, into bytes that two of them
     share.
     """
@@ -49,14 +50,14 @@ def put(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
 
 
 def update(
-    k_pages: Any,
-    v_pages: Any,
+    k_pages: AnyArray,
+    v_pages: AnyArray,
     key: Any,
     value: Any,
-    kv_lens: Any,
-    page_indices: Any,
-    cu_q_lens: Any,
-    num_seqs: Any,
+    kv_lens: AnyArray,
+    page_indices: AnyArray,
+    cu_q_lens: AnyArray,
+    num_seqs: AnyArray,
     k_scale: Any,
     v_scale: Any,
     cos: Any = None,

@@ -10,9 +10,10 @@ from vishwamai.core.arrays import cast, fetched, namespace
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.spec import array_spec
+from vishwamai.core.types import AnyArray
 
 
-def check_rope_tables(name: str, key: Any, rope_tables: Any, interleaved: bool) -> None:
+def check_rope_tables(name: str, key: AnyArray, rope_tables: object, interleaved: bool) -> None:
     """Checks the tables of cos and sin against the keys that they are to turn; None is legal.
 
     Raises:

@@ -20,6 +20,7 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.precision import lax_precision
 from vishwamai.core.sharding import Axes, follow_explicit_axes, match_varying
 from vishwamai.core.spec import static_size
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.paged_attention.schedule import at_tokens, items, query_of, runs
 from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
 
@@ -34,10 +35,10 @@ def _queries_per_block(spec: PagedSpec) -> int:
     return min(static_size(spec.max_q_len, 16), max(1, 64 // spec.group), 16)
 
 
-def keys_and_values(spec: PagedSpec, operands: Operands, pages: Any) -> tuple[Any, Any]:
+def keys_and_values(spec: PagedSpec, operands: Operands, pages: AnyArray) -> tuple[PyTree, PyTree]:
     """Keys and values of the pages named, `[..., keys, Hkv, D]`, in the accumulator's dtype; pages: int `[..., n]`."""
 
-    def rows(pool: Any) -> Any:
+    def rows(pool: AnyArray) -> AnyArray:
         stored = pool[pages]  # [..., n, page, rows, D]
         return stored.reshape(*pages.shape[:-1], -1, *stored.shape[pages.ndim + 1 :]).astype(spec.accumulator)
 
@@ -69,7 +70,7 @@ def _one_batch(spec: PagedSpec, operands: Operands) -> Outputs:
     if spec.window is not None:  # a block sees at most so many pages from its first one on
         steps = min(steps, -(-(-(-(spec.window + block) // page) + 1) // ahead))
 
-    def attend(item: Any) -> Any:
+    def attend(item: PyTree) -> PyTree:
         """One block of queries: its output `[block, Hq, Dv]` and logsumexp `[block, Hq]`."""
         sequence, token, position, first_page, end = item
         rows = position + jnp.arange(block)
@@ -82,7 +83,7 @@ def _one_batch(spec: PagedSpec, operands: Operands) -> Outputs:
             first_new = of.kv_len[sequence] - of.length[sequence]
             tree = operands.tree_mask[jnp.clip(token + jnp.arange(block), 0, spec.tokens - 1)]  # [block, columns]
 
-        def step(carry: Any, j: Any) -> Any:
+        def step(carry: tuple[jax.Array, jax.Array, jax.Array], j: jax.Array) -> PyTree:
             m, l, acc = carry
             entries = first_page + j * ahead + jnp.arange(ahead)
             live = entries * page < end
@@ -150,7 +151,7 @@ def over_batches(function: Any, spec: PagedSpec, operands: Operands) -> Outputs:
     operands are not copied.
     """
 
-    def run(*operands: Any) -> Any:
+    def run(*operands: AnyArray) -> Any:
         def entry(b: Any) -> Operands:
             return Operands(*(None if x is None else x[b if x.shape[0] > 1 else 0] for x in operands))
 

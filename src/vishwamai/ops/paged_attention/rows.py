@@ -23,13 +23,14 @@ from vishwamai.core.execute import by_platform
 from vishwamai.core.promotion import by_default
 from vishwamai.core.qtensor import bits
 from vishwamai.core.spec import is_symbolic
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.paged_attention import gpu_update, tpu_update
 from vishwamai.ops.paged_attention.reference import XLA
 
 _HANDLER = "vishwamai_update_pages"
 
 
-def put(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
+def put(pool: AnyArray, rows: AnyArray, page: AnyArray, slot: AnyArray) -> AnyArray:
     """`pool.at[page, slot].set(rows, mode="drop")`, in place where the pool is donated.
 
     Args:
@@ -49,15 +50,15 @@ def _axes(rank: int) -> sharding.Axes:
     return sharding.Axes((pool, ("tokens", *row), ("tokens",), ("tokens",)), pool, frozenset(row))
 
 
-def _scatter(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
+def _scatter(pool: Any, rows: Any, page: Any, slot: AnyArray) -> Any:
     return pool.at[page, slot].set(rows, mode="drop")
 
 
-def _native(pool: Any, *others: Any) -> Any:
+def _native(pool: AnyArray, *others: AnyArray) -> AnyArray:
     return ffi.call(_HANDLER, (ffi.result(pool.shape, pool.dtype),), pool, *others, aliases={0: 0})[0]
 
 
-def _whole_bytes(pool: Any) -> bool:
+def _whole_bytes(pool: AnyArray) -> bool:
     """Whether every row of the pool begins with a byte."""
     return math.prod(pool.shape[2:]) * bits(pool.dtype) % 8 == 0
 
@@ -65,22 +66,22 @@ def _whole_bytes(pool: Any) -> bool:
 def _by(kernel: Callable[..., Any], rank: int) -> Any:
     """The kernel on each device's share of the columns, or the scatter where a share is not whole bytes."""
 
-    def share(pool: Any, *others: Any) -> Any:
+    def share(pool: AnyArray, *others: AnyArray) -> AnyArray:
         return (kernel if _whole_bytes(pool) else _scatter)(pool, *others)
 
     return sharding.partitioned(share, _axes(rank))
 
 
 @jax.custom_vjp
-def _put(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
+def _put(pool: AnyArray, rows: AnyArray, page: AnyArray, slot: AnyArray) -> AnyArray:
     return _mapped(*sharding.match_varying((pool, rows, page, slot)))
 
 
-def _put_fwd(pool: Any, rows: Any, page: Any, slot: Any) -> tuple[Any, Any]:
+def _put_fwd(pool: Any, rows: Any, page: Any, slot: AnyArray) -> tuple[Any, Any]:
     return _put(pool, rows, page, slot), (page, slot)
 
 
-def _put_bwd(places: tuple[Any, Any], cotangent: Any) -> tuple[Any, ...]:
+def _put_bwd(places: tuple[Any, Any], cotangent: AnyArray) -> tuple[Any, ...]:
     page, slot = places
     rows = cotangent.at[page, slot].get(mode="fill", fill_value=0)
     return cotangent.at[page, slot].set(0, mode="drop"), rows, None, None
@@ -91,7 +92,7 @@ _put.defvjp(by_default(_put_fwd), by_default(_put_bwd))
 
 @jax.custom_batching.custom_vmap
 @by_default
-def _mapped(pool: Any, rows: Any, page: Any, slot: Any) -> Any:
+def _mapped(pool: AnyArray, rows: AnyArray, page: AnyArray, slot: AnyArray) -> AnyArray:
     if is_symbolic((pool, rows)):
         return _scatter(pool, rows, page, slot)
     branches: dict[str, Any] = {}

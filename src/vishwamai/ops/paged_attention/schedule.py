@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.arrays import namespace
 from vishwamai.core.spec import is_symbolic, static_size
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.paged_attention.spec import PagedSpec
 
 
@@ -47,7 +48,7 @@ class Runs(NamedTuple):
     kv_len: Any
 
 
-def runs(kv_lens: Any, cu_q_lens: Any, num_seqs: Any) -> Runs:
+def runs(kv_lens: AnyArray, cu_q_lens: AnyArray, num_seqs: AnyArray) -> Runs:
     """The runs; a sequence from `num_seqs` on has no queries."""
     xp = namespace(kv_lens)
     index = xp.arange(kv_lens.shape[0], dtype=xp.int32)
@@ -74,7 +75,7 @@ def items(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> Items
     # that XLA fuses into one loop.
     mine = (ends - blocks <= index) & (index < ends)  # [items, sequences]
 
-    def of_item(values: Any) -> Any:
+    def of_item(values: AnyArray) -> AnyArray:
         return jnp.sum(jnp.where(mine, values, 0), axis=1, dtype=jnp.int32)
 
     sequence = of_item(jnp.arange(ends.shape[0], dtype=jnp.int32))
@@ -96,12 +97,12 @@ def items(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> Items
     )
 
 
-def _blocks(of: Runs, block: int, least: int, most: int) -> Any:
+def _blocks(of: Runs, block: int, least: int, most: int) -> AnyArray:
     """How many items each sequence has, `[sequences]`."""
     return jnp.where((of.length >= least) & (of.length <= most), -(-of.length // block), 0)
 
 
-def query_of(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> tuple[Any, Any]:
+def query_of(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> tuple[PyTree, PyTree]:
     """Where each token stands among the queries of all items, `block` to an item, and whether it is one of them;
     `[tokens]` each.
     """
@@ -112,7 +113,7 @@ def query_of(spec: PagedSpec, of: Runs, block: int, least: int, most: int) -> tu
     return jnp.sum(jnp.where(mine, first + token - of.start, 0), axis=1, dtype=jnp.int32), mine.any(1)
 
 
-def at_tokens(x: Any, before: Any, place: Any, exists: Any) -> Any:
+def at_tokens(x: AnyArray, before: AnyArray, place: AnyArray, exists: AnyArray) -> AnyArray:
     """`before`, `[tokens, ...]`, with the results `[items, block, ...]` of the items at their tokens, which `query_of`
     gives. A gather: XLA's scatter takes one row after the other on a TPU.
     """
@@ -120,7 +121,7 @@ def at_tokens(x: Any, before: Any, place: Any, exists: Any) -> Any:
     return jnp.where(exists, x.reshape(-1, *x.shape[2:])[place].astype(before.dtype), before)
 
 
-def prefix_sum(x: Any) -> Any:
+def prefix_sum(x: AnyArray) -> AnyArray:
     """Inclusive sums of an int32 vector; a short one as a masked sum, which fuses with what is around it."""
     if static_size(x.shape[0], 513) > 512:
         return jnp.cumsum(x, dtype=jnp.int32)

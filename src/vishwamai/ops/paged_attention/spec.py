@@ -12,6 +12,7 @@ from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.qtensor import bits
 from vishwamai.core.signature import Signature
 from vishwamai.core.spec import OpSpec
+from vishwamai.core.types import AnyArray
 
 Form = Literal["combined", "separate", "latent"]
 
@@ -21,19 +22,19 @@ class Operands(NamedTuple):
 
     # Only folded batches are split here: tokens and pages belong to sequences that run across any cut. Heads are split
     # by the caller's `SIGNATURE`.
-    query: Annotated[Any, "batch tokens _ _"]  # [..., heads, head_dim]
+    query: Annotated[AnyArray, "batch tokens _ _"]  # [..., heads, head_dim]
     # Rows are k0 v0 k1 v1 ... (combined) or k0 k1 ... (separate); latent pages have no such axis.
-    k_pages: Annotated[Any, "batch? pages page_size _ _"]
-    v_pages: Annotated[Any, "batch? pages page_size _ _", "optional"]  # None unless the form is "separate"
-    kv_lens: Annotated[Any, "batch? sequences"]  # int32
-    page_indices: Annotated[Any, "batch? sequences _"]  # int32
-    cu_q_lens: Annotated[Any, "batch? _"]  # int32, sequences + 1
-    num_seqs: Annotated[Any, "batch? _", "optional"]  # int32, one
-    sinks: Annotated[Any, "batch? _", "optional"]
-    k_scale: Annotated[Any, "batch? _", "optional"]  # float32
-    v_scale: Annotated[Any, "batch? _", "optional"]  # float32
-    slopes: Annotated[Any, "batch? _", "optional"] = None  # floating: ALiBi's
-    tree_mask: Annotated[Any, "batch? tokens _", "optional"] = None  # bool
+    k_pages: Annotated[AnyArray, "batch? pages page_size _ _"]
+    v_pages: Annotated[AnyArray, "batch? pages page_size _ _", "optional"]  # None unless the form is "separate"
+    kv_lens: Annotated[AnyArray, "batch? sequences"]  # int32
+    page_indices: Annotated[AnyArray, "batch? sequences _"]  # int32
+    cu_q_lens: Annotated[AnyArray, "batch? _"]  # int32, sequences + 1
+    num_seqs: Annotated[AnyArray, "batch? _", "optional"]  # int32, one
+    sinks: Annotated[AnyArray, "batch? _", "optional"]
+    k_scale: Annotated[AnyArray, "batch? _", "optional"]  # float32
+    v_scale: Annotated[AnyArray, "batch? _", "optional"]  # float32
+    slopes: Annotated[AnyArray, "batch? _", "optional"] = None  # floating: ALiBi's
+    tree_mask: Annotated[AnyArray, "batch? tokens _", "optional"] = None  # bool
 
 
 class Outputs(NamedTuple):
@@ -41,8 +42,8 @@ class Outputs(NamedTuple):
     accumulator's; it is -inf there, and None unless the call asks for it.
     """
 
-    out: Annotated[Any, "batch tokens _ _"]
-    logsumexp: Annotated[Any, "batch tokens _", "optional"] = None
+    out: Annotated[AnyArray, "batch tokens _ _"]
+    logsumexp: Annotated[AnyArray, "batch tokens _", "optional"] = None
 
 
 POOLS: dict[Form, tuple[str, str]] = {

@@ -9,7 +9,7 @@ pages.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -19,6 +19,7 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import LANES, call, round_up
 from vishwamai.core.sharding import match_varying
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.paged_attention import tpu_kernel
 from vishwamai.ops.paged_attention.checks import no_gradient
 from vishwamai.ops.paged_attention.reference import nothing, over_batches
@@ -28,8 +29,11 @@ from vishwamai.ops.paged_attention.tpu_long import by_query, by_row
 from vishwamai.ops.paged_attention.tpu_refs import Shape
 from vishwamai.ops.paged_attention.tpu_tiles import PagedConfig, heuristic, row_blocks, shapes, why_not
 
+if TYPE_CHECKING:
+    import jax
 
-def _query_blocks(spec: PagedSpec, shape: Shape, query: Any, blocks: Items) -> Any:
+
+def _query_blocks(spec: PagedSpec, shape: Shape, query: AnyArray, blocks: Items) -> AnyArray:
     """Each item's queries as `[items, blocks, rows, D]`: rows run over the queries, then over the query heads of the
     block.
     """
@@ -41,14 +45,14 @@ def _query_blocks(spec: PagedSpec, shape: Shape, query: Any, blocks: Items) -> A
     return _pad_rows(shape, _by_block(spec, shape, rows))
 
 
-def _by_block(spec: PagedSpec, shape: Shape, x: Any) -> Any:
+def _by_block(spec: PagedSpec, shape: Shape, x: AnyArray) -> AnyArray:
     """`[items, queries, Hq, D]` as `[items, blocks, rows, D]`, not padded."""
     count = row_blocks(spec, shape)
     x = x.reshape(-1, shape.queries, count, spec.heads // count, x.shape[-1]).swapaxes(1, 2)
     return x.reshape(x.shape[0], count, -1, x.shape[-1])
 
 
-def _by_query(spec: PagedSpec, shape: Shape, x: Any) -> Any:
+def _by_query(spec: PagedSpec, shape: Shape, x: AnyArray) -> AnyArray:
     """The inverse of `_by_block`; padding falls away."""
     count = row_blocks(spec, shape)
     x = x[:, :, : shape.queries * spec.heads // count]
@@ -56,11 +60,11 @@ def _by_query(spec: PagedSpec, shape: Shape, x: Any) -> Any:
     return x.reshape(x.shape[0], shape.queries, spec.heads, x.shape[-1])
 
 
-def _pad_rows(shape: Shape, x: Any) -> Any:
+def _pad_rows(shape: Shape, x: AnyArray) -> AnyArray:
     return jnp.pad(x, ((0, 0), (0, 0), (0, shape.rows - x.shape[2]), (0, 0)))
 
 
-def _per_row(spec: PagedSpec, shape: Shape, values: Any) -> Any:
+def _per_row(spec: PagedSpec, shape: Shape, values: AnyArray) -> AnyArray:
     """`[Hq]` values as `[blocks, rows, 1]`; of long runs `[blocks, 1, rows]`."""
     if shape.long:
         return by_row(spec, shape, jnp.broadcast_to(values, (shape.queries, spec.heads)))[:, None]
@@ -82,7 +86,7 @@ def _hidden(spec: PagedSpec, shape: Shape, tree_mask: Any, first: Any) -> Any:
     return _pad_rows(shape, hidden[:, None])[:, 0]
 
 
-def _bounds(spec: PagedSpec, blocks: Items, cores: int) -> Any:
+def _bounds(spec: PagedSpec, blocks: Items, cores: int) -> AnyArray:
     """First item of every core, and the end: shares of about the same number of pages."""
     number = blocks.sequence.shape[0]
     count = jnp.reshape(blocks.count, (1,))
@@ -105,8 +109,8 @@ def _call(
     operands: Operands,
     of: Runs,
     blocks: Items,
-    before: Any = None,
-) -> tuple[Any, Any]:
+    before: AnyArray = None,
+) -> tuple[AnyArray, AnyArray]:
     """The results, and the logsumexp or None; see `PagedRefs` for their shapes. Items that do not exist hold anything.
 
     Args:
@@ -116,11 +120,11 @@ def _call(
     per_block = spec.heads // row_blocks(spec, shape)
     row = jnp.arange(shape.rows, dtype=jnp.int32)[:, None]
 
-    def scale(values: Any) -> Any:
+    def scale(values: AnyArray) -> AnyArray:
         """Of every row where heads are worked on together, else of every kv head, in scalar memory."""
         return None if values is None or not shape.joint else _per_row(spec, shape, jnp.repeat(values, spec.group))[0]
 
-    def of_heads(values: Any) -> Any:
+    def of_heads(values: AnyArray) -> AnyArray:
         return None if values is None else _per_row(spec, shape, values.astype(jnp.float32))
 
     scalars = {
@@ -226,16 +230,16 @@ def _call(
     return out, logsumexp
 
 
-def _first_read(shape: Shape, blocks: Items, before: Any) -> Any:
+def _first_read(shape: Shape, blocks: Items, before: AnyArray) -> AnyArray:
     """First token that an item of a long run reads, so that it ends within the `[T, ...]` arrays."""
     return jnp.minimum(blocks.token, before.shape[0] - shape.queries)
 
 
-def _full_block(x: Any) -> pl.BlockSpec | None:
+def _full_block(x: AnyArray) -> pl.BlockSpec | None:
     return None if x is None else pl.BlockSpec(x.shape, lambda c, *_: (0,) * x.ndim)
 
 
-def _placed(spec: PagedSpec, shape: Shape, blocks: Items, x: Any, before: Any, where: Any) -> Any:
+def _placed(spec: PagedSpec, shape: Shape, blocks: Items, x: AnyArray, before: jax.Array, where: PyTree) -> AnyArray:
     """`before`, `[T, Hq, D]`, with the results of the items `[items, blocks, rows, D]` at their tokens."""
     x = _by_query(spec, shape, x)  # [items, queries, Hq, D]
     if where is not None:

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import LANES, round_up, sublanes
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import LN2, LOG2E, LOWEST, MASKED, PagedRefs, Shape, dot
 from vishwamai.ops.paged_attention.tpu_words import attend_ahead, flat_words, packing, row_of
@@ -68,14 +69,14 @@ class LongRuns:
     def __init__(self, spec: PagedSpec, shape: Shape, refs: PagedRefs):
         self.spec, self.shape, self.refs = spec, shape, refs
 
-    def query_copies(self, item: Any, slot: Any) -> list[Any]:
+    def query_copies(self, item: AnyArray, slot: AnyArray) -> list[Any]:
         refs, read = self.refs, pl.ds(self.refs.token[item], self.shape.queries)
         copies = [(refs.query.at[read], refs.q_buffer)]
         if refs.hidden is not None:
             copies.append((refs.hidden.at[item], refs.hidden_buffer))
         return [pltpu.make_async_copy(a, b.at[slot], refs.q_fetched.at[slot]) for a, b in copies]
 
-    def begin(self, q_slot: Any) -> None:
+    def begin(self, q_slot: AnyArray) -> None:
         spec, shape, refs = self.spec, self.shape, self.refs
         refs.acc[...] = jnp.zeros_like(refs.acc)
         refs.l[...] = jnp.zeros_like(refs.l)
@@ -101,7 +102,7 @@ class LongRuns:
         stride = self.shape.heads // per_word
         return pl.ds(head // per_word, self.shape.queries, stride) if stride > 1 else pl.ds(0, self.shape.queries)
 
-    def attend(self, ahead: Any, new: Any, slot: Any, q_slot: Any) -> None:
+    def attend(self, ahead: AnyArray, new: Any, slot: AnyArray, q_slot: AnyArray) -> None:
         """See `ShortRuns.attend`."""
         spec, shape, refs = self.spec, self.shape, self.refs
         keys = shape.pages * spec.page_size
@@ -126,14 +127,22 @@ class LongRuns:
                     self._attend((first,), edge, True, tree, ahead, new, slot, q_slot)
 
     def _attend(
-        self, firsts: Any, chunk: int, masked: bool, tree: bool, ahead: Any, new: Any, slot: Any, q_slot: Any
+        self,
+        firsts: Any,
+        chunk: int,
+        masked: bool,
+        tree: bool,
+        ahead: AnyArray,
+        new: Any,
+        slot: AnyArray,
+        q_slot: AnyArray,
     ) -> None:
         """Some chunks of a block's keys; `masked`: some queries do not see some of them; `tree`: some are those of new
         tokens, of which the tree's mask hides some.
         """
         spec, shape, refs = self.spec, self.shape, self.refs
 
-        def scores(index: Any, part: int, first: int, tokens: int, k: Any) -> Any:
+        def scores(index: Any, part: int, first: int, tokens: int, k: AnyArray) -> AnyArray:
             """Scaled logits `[keys, rows]`, in units of log2 e; those that are not seen are hugely negative."""
             del part, tokens
             s = dot(k, refs.q_rows[index], (1, 1))
@@ -160,7 +169,7 @@ class LongRuns:
                 see &= dot(key, refs.hidden_buffer[q_slot], (1, 1)) < 0.5
             return jnp.where(see, s, MASKED)
 
-        def weigh(index: Any, s: Any, v: Any) -> None:
+        def weigh(index: Any, s: AnyArray, v: AnyArray) -> None:
             m_old = refs.m[index]  # [1, rows]
             m = jnp.maximum(m_old, jnp.max(_tiles(s, jnp.max), axis=0, keepdims=True))
             p = jnp.exp2(s - m)  # [keys, rows]
@@ -172,7 +181,7 @@ class LongRuns:
 
         attend_ahead(spec, shape, refs, slot, firsts, chunk, scores, weigh)
 
-    def finish(self, o_slot: Any) -> None:
+    def finish(self, o_slot: AnyArray) -> None:
         """The results into the buffer from which they are stored."""
         spec, shape, refs = self.spec, self.shape, self.refs
         heads: list[jax.Array] = []  # [queries, Dv] float32 each
@@ -199,13 +208,13 @@ class LongRuns:
             low, high = heads[head], heads[head + 1] if head + 1 < spec.heads else jnp.zeros_like(heads[head])
             words[self._word(head), :] = _bits(low) >> 16 | _bits(high)  # two heads' bfloat16 share a 32-bit word
 
-    def store(self, item: Any, slot: Any) -> None:
+    def store(self, item: AnyArray, slot: AnyArray) -> None:
         self._results(item, slot, lambda copy: copy.start())
 
-    def wait_stored(self, item: Any, slot: Any) -> None:
+    def wait_stored(self, item: AnyArray, slot: AnyArray) -> None:
         self._results(item, slot, lambda copy: copy.wait())
 
-    def _results(self, item: Any, slot: Any, act: Any) -> None:
+    def _results(self, item: AnyArray, slot: AnyArray, act: Any) -> None:
         """Acts on the copies of an item's results: one of whole items, else one for each of its tokens, for what stands
         next to them is others'.
         """
@@ -219,7 +228,7 @@ class LongRuns:
 
         @pl.when(count < queries)
         def _() -> None:
-            def store_query(i: Any, carry: None) -> None:
+            def store_query(i: AnyArray, carry: None) -> None:
                 act(copy(refs.o_buffer.at[slot, i], refs.out.at[token + i]))
 
             lax.fori_loop(skip, skip + count, store_query, None)

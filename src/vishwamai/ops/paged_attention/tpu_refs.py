@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from vishwamai.core.precision import lax_precision
+from vishwamai.core.types import AnyArray
 
 LOWEST = -1e30
 """Where the running maximum starts: below any logit, above the masked ones."""
@@ -64,10 +65,10 @@ class PagedRefs(NamedTuple):
     table: Any  # [sequences * pages of each]
     # Operands. Blocks are one where heads are worked on together, else one for each kv head. "rows 1" is "1 rows" of
     # long runs.
-    query: Any  # [items, blocks, rows, D]; of long runs [tokens, heads, D]
-    k_pages: Any  # [pages, page_size, rows of a token, D], or [pages, page_size, D]
-    v_pages: Any
-    sinks: Any  # [blocks, rows 1]
+    query: AnyArray  # [items, blocks, rows, D]; of long runs [tokens, heads, D]
+    k_pages: AnyArray  # [pages, page_size, rows of a token, D], or [pages, page_size, D]
+    v_pages: AnyArray
+    sinks: AnyArray  # [blocks, rows 1]
     row_query: Any  # [rows 1]: which of the item's queries a row is
     row_head: Any  # [rows, 1]: its kv head
     k_scale: Any  # [rows, 1], or [kv heads] in scalar memory
@@ -99,5 +100,5 @@ class PagedRefs(NamedTuple):
     # Of a tree of guesses: where the new tokens of an item's sequence begin, and which of them a row does not see (1),
     # else 0; the tree's columns padded to whole lanes.
     first_new: Any = None  # [items], a prefetched scalar
-    hidden: Any = None  # [items, rows, columns]
+    hidden: AnyArray = None  # [items, rows, columns]
     hidden_buffer: Any = None  # [slots, rows, columns]

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import LANES
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.paged_attention import tpu_unpack
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import LN2, LOG2E, LOWEST, MASKED, PagedRefs, Shape, dot
@@ -27,14 +28,14 @@ class ShortRuns:
         stored = spec.operands.k_pages.dtype
         self.stored_scale = tpu_unpack.scale(stored, shape.unpack) if whole_words(spec, shape) else 1.0
 
-    def query_copies(self, item: Any, slot: Any) -> list[Any]:
+    def query_copies(self, item: AnyArray, slot: AnyArray) -> list[Any]:
         refs = self.refs
         copies = [(refs.query, refs.q_buffer)]  # the buffer has two slots: the next item's queries arrive meanwhile
         if refs.hidden is not None:
             copies.append((refs.hidden, refs.hidden_buffer))
         return [pltpu.make_async_copy(a.at[item], b.at[slot], refs.q_fetched.at[slot]) for a, b in copies]
 
-    def begin(self, q_slot: Any) -> None:
+    def begin(self, q_slot: AnyArray) -> None:
         del q_slot
         refs = self.refs
         refs.acc[...] = jnp.zeros_like(refs.acc)
@@ -46,7 +47,7 @@ class ShortRuns:
             refs.m[...] = jnp.maximum(sinks, LOWEST)
             refs.l[...] = jnp.where(sinks > LOWEST, 1.0, 0.0)  # the sink's own term: exp2(sinks - m) = 1
 
-    def attend(self, ahead: Any, new: Any, slot: Any, q_slot: Any) -> None:
+    def attend(self, ahead: AnyArray, new: Any, slot: AnyArray, q_slot: AnyArray) -> None:
         """One block of keys.
 
         Args:
@@ -66,12 +67,12 @@ class ShortRuns:
             def _(tree: bool = tree) -> None:
                 self._attend(tree, ahead, new, slot, q_slot)
 
-    def _attend(self, tree: bool, ahead: Any, new: Any, slot: Any, q_slot: Any) -> None:
+    def _attend(self, tree: bool, ahead: AnyArray, new: Any, slot: AnyArray, q_slot: AnyArray) -> None:
         """`tree`: some keys are those of new tokens, of which the tree's mask hides some."""
         spec, shape, refs = self.spec, self.shape, self.refs
         keys = shape.pages * spec.page_size
 
-        def scores(index: Any, part: int, first: int, tokens: int, k: Any) -> Any:
+        def scores(index: Any, part: int, first: int, tokens: int, k: AnyArray) -> AnyArray:
             """Scaled logits `[rows, keys * words]`, in units of log2 e; those that are not seen are hugely negative."""
             s = dot(refs.q_buffer[q_slot, index], k, (1, 1))  # [rows, keys * words]
             scale = spec.scale * self.stored_scale * (LOG2E if spec.softcap is None else 1 / spec.softcap)
@@ -110,7 +111,7 @@ class ShortRuns:
                 tiles.append(jnp.where(see, x, MASKED))
             return jnp.concatenate(tiles, axis=1)
 
-        def weigh(index: Any, s: Any, v: Any) -> None:
+        def weigh(index: Any, s: AnyArray, v: AnyArray) -> None:
             m_old = refs.m[index]  # [rows, 128]
             m = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))  # [rows, 128], equal in all lanes
             p = jnp.exp2(s - m[:, :1])  # [rows, keys * words]
@@ -121,7 +122,7 @@ class ShortRuns:
 
         attend_ahead(spec, shape, refs, slot, range(0, keys, shape.chunk), shape.chunk, scores, weigh)
 
-    def finish(self, o_slot: Any) -> None:
+    def finish(self, o_slot: AnyArray) -> None:
         """The results into the buffer from which they are stored."""
         spec, shape, refs = self.spec, self.shape, self.refs
         for h in range(refs.l.shape[0]):
@@ -137,15 +138,15 @@ class ShortRuns:
                 logsumexp = refs.m[h] * LN2 + jnp.log(jnp.where(l > 0, l, 1.0))  # m is in units of log2 e
                 refs.lse_buffer[o_slot, h] = jnp.where(l > 0, logsumexp, -jnp.inf)
 
-    def store(self, item: Any, slot: Any) -> None:
+    def store(self, item: AnyArray, slot: AnyArray) -> None:
         for copy in self._store_copies(item, slot):
             copy.start()
 
-    def wait_stored(self, item: Any, slot: Any) -> None:
+    def wait_stored(self, item: AnyArray, slot: AnyArray) -> None:
         for copy in self._store_copies(item, slot):
             copy.wait()
 
-    def _store_copies(self, item: Any, slot: Any) -> list[Any]:
+    def _store_copies(self, item: AnyArray, slot: AnyArray) -> list[Any]:
         refs = self.refs
         copies = [(refs.o_buffer, refs.out, refs.stored)]
         if self.spec.return_lse:

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core import pallas
 from vishwamai.core.qtensor import bits
+from vishwamai.core.types import AnyArray
 
 MOST_TOKENS = 1 << 15
 """Tokens whose places scalar memory holds: two numbers of 4 bytes each."""
@@ -28,7 +29,7 @@ _CORES = 2
 """Parts of the tokens, for the two cores of a megacore chip."""
 
 
-def why_not(pool: Any, rows: Any) -> str | None:
+def why_not(pool: AnyArray, rows: AnyArray) -> str | None:
     """What keeps the kernel from these arrays, or None."""
     if pool.ndim != 4 or pool.shape[3] % pallas.LANES:
         return f"rows of {pool.shape[2:]} are no whole tiles of memory"
@@ -90,7 +91,7 @@ def _copy(page: Any, slot: Any, rows: Any, old: Any, pool: Any, copied: Any) -> 
     def exists(row: Any) -> Any:
         return (page[row] >= 0) & (page[row] < pages)  # padding has no page
 
-    def copy_row(row: Any, flying: Any) -> Any:
+    def copy_row(row: AnyArray, flying: object) -> Any:
         return start(row, 1, exists(row), flying)
 
     def some(n: Any, flying: Any) -> Any:

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.qtensor import bits
+from vishwamai.core.types import AnyArray, DTypeLike
 from vishwamai.ops.paged_attention import tpu_unpack
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import PagedRefs, Shape
@@ -52,7 +53,7 @@ def _words(ref: Any, first: int, tokens: int, word: int | None) -> jax.Array:
     return flat[pl.ds(first * words + word, tokens, words), :]
 
 
-def row_of(words: jax.Array, index: int, dtype: Any, result_dtype: Any) -> jax.Array:
+def row_of(words: jax.Array, index: int, dtype: Any, result_dtype: DTypeLike) -> jax.Array:
     """Row `index` of the rows that `words` hold, widened to `result_dtype`."""
     per_word = packing(dtype)
     if per_word == 1:
@@ -87,7 +88,7 @@ def _float8(words: jax.Array, dtype: Any) -> jax.Array:
 
 
 def keys_and_values(
-    spec: PagedSpec, shape: Shape, refs: PagedRefs, slot: Any, first: int, tokens: int, group: int | None
+    spec: PagedSpec, shape: Shape, refs: PagedRefs, slot: AnyArray, first: int, tokens: int, group: int | None
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Keys `[tokens, D]` and values `[tokens, Dv]` of the heads of one group; of all groups together, their rows as
     `places` has them, for None.
@@ -114,7 +115,7 @@ def attend_ahead(
     spec: PagedSpec,
     shape: Shape,
     refs: PagedRefs,
-    slot: Any,
+    slot: AnyArray,
     firsts: Iterable[int],
     chunk: int,
     scores: Any,
@@ -146,7 +147,7 @@ def whole_words(spec: PagedSpec, shape: Shape) -> bool:
     return shape.joint and spec.form == "combined" and shape.unpack != "shift"
 
 
-def places(spec: PagedSpec, shape: Shape, part: int, tokens: int, width: int) -> tuple[jax.Array, Any, int]:
+def places(spec: PagedSpec, shape: Shape, part: int, tokens: int, width: int) -> tuple[jax.Array, AnyArray, int]:
     """(token, kv head, both `[rows, width]`, tokens per `width`) of the columns of scores of `tokens` keys; head None
     where all are of one.
     """

@@ -13,6 +13,7 @@ from vishwamai.core.arrays import cast, namespace, padded, widened
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.shape_checks import Argument, check_shapes
 from vishwamai.core.spec import array_spec
+from vishwamai.core.types import AnyArray
 from vishwamai.core.value_checks import check_values
 from vishwamai.ops.paged_attention.checks import as_num_seqs, check_scale, check_tables, kv_heads_of, page_pools
 from vishwamai.ops.paged_attention.key_rotation import check_rope_tables, rotated
@@ -125,8 +126,13 @@ def update_pages(
 
 
 def places(
-    shape: Sequence[int], tokens: int, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
-) -> tuple[Any, Any, Any]:
+    shape: Sequence[int],
+    tokens: int,
+    kv_lens: AnyArray,
+    page_indices: AnyArray,
+    cu_q_lens: AnyArray,
+    num_seqs: AnyArray,
+) -> tuple[AnyArray, AnyArray, AnyArray]:
     """(page, row, position in its sequence) of each of so many new tokens, arrays of JAX or torch.
 
     Args:
@@ -149,7 +155,9 @@ def places(
     return page, position % page_size, position
 
 
-def stored_rows(k_pages: Any, v_pages: Any, key: Any, value: Any, k_scale: Any, v_scale: Any) -> list[Any]:
+def stored_rows(
+    k_pages: AnyArray, v_pages: Any, key: AnyArray, value: AnyArray, k_scale: Any, v_scale: Any
+) -> list[AnyArray]:
     """What each pool takes of new tokens, in its own form and dtype; arrays of JAX or torch."""
     dtype = array_spec(k_pages).dtype
     if value is None:
@@ -160,7 +168,7 @@ def stored_rows(k_pages: Any, v_pages: Any, key: Any, value: Any, k_scale: Any, 
     return [namespace(key).stack(rows, 2).reshape(key.shape[0], 2 * key.shape[1], key.shape[2])]
 
 
-def _stored(x: Any, scale: Any, dtype: Any) -> Any:
+def _stored(x: AnyArray, scale: Any, dtype: Any) -> AnyArray:
     """`x / scale` in the pages' dtype."""
     xp = namespace(x)
     if scale is not None:
@@ -174,7 +182,7 @@ def _stored(x: Any, scale: Any, dtype: Any) -> Any:
     return cast(x, dtype)
 
 
-def check_rows(key: Any, value: Any, k_pages: Any, v_pages: Any, form: Form) -> None:
+def check_rows(key: AnyArray, value: AnyArray, k_pages: AnyArray, v_pages: Any, form: Form) -> None:
     """Checks new rows against the pools that they are for; those of latent pages may have fewer columns.
 
     Raises:

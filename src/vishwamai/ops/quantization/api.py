@@ -13,6 +13,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import FORMATS, QTensor, format_name
 from vishwamai.core.quantized.code_tensor import CodeFormat, CodeTensor
 from vishwamai.core.spec import as_jax_dtype
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.quantization.codes import encoded
 from vishwamai.ops.quantization.rounding import magnitude, rounded
 
@@ -102,7 +103,7 @@ def quantize(
 
 
 def check_quantize(
-    x: Any, name: str, axis: Any, block_size: Any, scale: str, percentile: float, rounding: str, key: Any
+    x: PyTree, name: str, axis: Any, block_size: Any, scale: str, percentile: float, rounding: str, key: Any
 ) -> tuple[int | None, int | None]:
     """(axis counted from the end, block size) of `quantize`'s arguments; raises ShapeError."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -180,12 +181,12 @@ def fake_quantize(x: Float[Array, ...], format: str = "int8", **options: Any) ->
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _straight_through(format: str, options: tuple[tuple[str, Any], ...], x: Any, key: Any) -> Any:
+def _straight_through(format: str, options: tuple[tuple[str, Any], ...], x: AnyArray, key: Any) -> AnyArray:
     return quantize(x, format, key=key, **dict(options)).dequantize(x.dtype)
 
 
 @_straight_through.defjvp
-def _straight_through_jvp(format: str, options: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _straight_through_jvp(format: str, options: Any, primals: PyTree, tangents: PyTree) -> tuple[AnyArray, AnyArray]:
     x, key = primals
     out = _straight_through(format, options, x, key)
     if dict(options).get("scale") != "percentile":

@@ -12,11 +12,12 @@ import numpy as np
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import expand, scale_values
 from vishwamai.core.quantized.code_tensor import SCALES, CodeFormat, CodeTensor, planes
+from vishwamai.core.types import AnyArray
 
 _DEFAULTS = {"block_size": None, "scale": "absmax", "rounding": "nearest", "key": None}
 
 
-def encoded(x: Any, form: CodeFormat, axis: int | None, options: dict[str, Any]) -> CodeTensor:
+def encoded(x: AnyArray, form: CodeFormat, axis: int | None, options: dict[str, Any]) -> CodeTensor:
     """`quantize` to a `CodeFormat`; `options` are its other arguments.
 
     Raises:
@@ -40,7 +41,7 @@ def encoded(x: Any, form: CodeFormat, axis: int | None, options: dict[str, Any])
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _encode(x: Any, form: CodeFormat) -> tuple[Any, Any, Any]:
+def _encode(x: AnyArray, form: CodeFormat) -> tuple[Any, Any, Any]:
     *lead, k, n = x.shape
     size = min(form.block_size or max(k, 1), max(k, 1))
     fill = ((0, 0),) * len(lead) + ((0, -k % size), (0, 0))
@@ -81,7 +82,7 @@ def _stored(scale: Any, form: CodeFormat) -> Any:
     return jnp.where(jnp.isfinite(scale), power + 127, 255).astype(jnp.uint8)
 
 
-def _nearest(y: Any, levels: np.ndarray) -> Any:
+def _nearest(y: AnyArray, levels: np.ndarray) -> Any:
     """The code of the nearest level to each number, the smaller of two as near; NaN has some code."""
     order = np.argsort(levels)
     ordered = levels[order].astype(np.float64)

@@ -16,16 +16,17 @@ import jax.numpy as jnp
 
 from vishwamai.core.arrays import cast, namespace, padded
 from vishwamai.core.qtensor import Format
+from vishwamai.core.types import AnyArray, PyTree
 
 
 def rounded(
-    x: Any,
+    x: AnyArray,
     form: Format,
     axis: int | None,
     block_size: int | None,
     magnitude: Callable[[Any, int | None], Any],
     noise: Callable[[Any], Any] | None,
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """(values, scales) of a `QTensor`.
 
     Args:
@@ -42,7 +43,7 @@ def rounded(
     return (values, stored) if along is None or block_size is None else _ungrouped(values, stored, x.shape, along)
 
 
-def grouped(x: Any, axis: int | None, block_size: int | None) -> tuple[Any, int | None]:
+def grouped(x: AnyArray, axis: int | None, block_size: int | None) -> tuple[AnyArray, int | None]:
     """x with the numbers that share a scale along one axis, and that axis; zeros fill the last block. None stands for
     all axes.
     """
@@ -56,14 +57,14 @@ def grouped(x: Any, axis: int | None, block_size: int | None) -> tuple[Any, int 
     return padded(x, axis_index, blocks * block_size - size).reshape(shape), axis_index + 1
 
 
-def _ungrouped(values: Any, stored: Any, shape: Sequence[int], along: int) -> tuple[Any, Any]:
+def _ungrouped(values: AnyArray, stored: AnyArray, shape: Sequence[int], along: int) -> tuple[PyTree, PyTree]:
     """(values, scales) in the shapes of a `QTensor`; `shape` is that of the array that was cut along `along`."""
     axis = along - 1
     merged = values.reshape(*shape[:axis], values.shape[axis] * values.shape[along], *shape[along:])
     return merged[(slice(None),) * axis + (slice(shape[axis]),)], stored.squeeze(along)
 
 
-def magnitude(x: Any, axis: int | None, method: str, percentile: float) -> Any:
+def magnitude(x: AnyArray, axis: int | None, method: str, percentile: float) -> AnyArray:
     """What the largest number of the format is to stand for: the largest |x|, or a percentile of it; the axis is kept
     as 1.
     """
@@ -73,7 +74,7 @@ def magnitude(x: Any, axis: int | None, method: str, percentile: float) -> Any:
     return jnp.percentile(size, percentile, axis=axis, keepdims=axis is not None)
 
 
-def _scale_of(size: Any, form: Format) -> Any:
+def _scale_of(size: AnyArray, form: Format) -> AnyArray:
     """The scale for numbers up to `size`, in size's dtype, never 0.
 
     An MX scale is 2^(floor(log2 size) - floor(log2 largest)), as section 6.3 of its specification has it, so the
@@ -89,7 +90,7 @@ def _scale_of(size: Any, form: Format) -> Any:
     return xp.where(xp.isfinite(size), xp.where(size == 0, 1, xp.ldexp(xp.ones_like(size), power)), xp.nan)
 
 
-def _stored_scale(scale: Any, form: Format) -> Any:
+def _stored_scale(scale: AnyArray, form: Format) -> AnyArray:
     """The scale as a `QTensor` holds it."""
     if not form.power_of_two:
         return scale
@@ -98,7 +99,7 @@ def _stored_scale(scale: Any, form: Format) -> Any:
     return cast(xp.where(xp.isnan(scale), 255, exponent - 1 + 127), jnp.uint8)
 
 
-def _to_grid(y: Any, form: Format, noise: Any) -> Any:
+def _to_grid(y: AnyArray, form: Format, noise: AnyArray) -> AnyArray:
     """y, already divided by its scale, in the format's dtype; what is larger than the largest number saturates, NaN
     (whose block has the scale NaN) becomes 0.
 

@@ -13,6 +13,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.op import Op
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import array_spec, as_array
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.rope.cpu import NATIVE
 from vishwamai.ops.rope.gpu import TRITON
 from vishwamai.ops.rope.reference import XLA
@@ -164,7 +165,7 @@ def apply_rope(
 
 
 def _frequencies(
-    cache: Any, head_dim: int, theta: Any, scaling: Any, rotary_dim: Any
+    cache: object, head_dim: int, theta: float, scaling: Any, rotary_dim: Any
 ) -> tuple[RopeScaling, int, float]:
     """The scaling, the number of rotated features and the base: the cache's, or the caller's."""
     if cache is None:
@@ -191,13 +192,13 @@ def _frequencies(
 
 def _tables(
     cache: RotaryCache | None,
-    positions: Any,
+    positions: AnyArray,
     length: int,
     dtype: Any,
     scaling: RopeScaling,
     rotary_dim: int,
     theta: float,
-) -> tuple[Any, Any]:
+) -> tuple[AnyArray, AnyArray]:
     """cos and sin, `[B or 1, T, P]`: the first rows of the cache, or computed."""
     if cache is not None:
         if length > cache.max_positions:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.rope.api import apply_rope
 from vishwamai.ops.rope.scaling import Llama3Scaling, MRopeScaling, YarnScaling
 from vishwamai.ops.rope.tables import RotaryCache
 
 
-def rope(query: Any, key: Any = None, positions: Any = None, cached: int | None = None, **options: Any) -> Any:
+def rope(
+    query: AnyArray, key: AnyArray = None, positions: AnyArray = None, cached: int | None = None, **options: Any
+) -> PyTree:
     """`apply_rope` with its arrays by name, as a case needs them; `cached` is the length of a cache to read the tables
     from.
     """

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from vishwamai.core import ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.rope.reference import table_gradients
 from vishwamai.ops.rope.spec import Operands, Outputs, RopeSpec
+
+if TYPE_CHECKING:
+    import jax
 
 _NATIVE = tuple(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64))
 
@@ -34,7 +38,7 @@ def _storage(spec: RopeSpec) -> Any:
     return spec.compute_dtype if spec.compute_dtype == jnp.float64 else spec.operands.query.dtype
 
 
-def _turn(spec: RopeSpec, query: Any, key: Any, cos: Any, sin: Any, back: bool) -> Outputs:
+def _turn(spec: RopeSpec, query: AnyArray, key: AnyArray, cos: jax.Array, sin: jax.Array, back: bool) -> Outputs:
     storage, dtype = _storage(spec), query.dtype
     results = ffi.call(
         "vishwamai_rope",

@@ -16,6 +16,7 @@ from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, warp_count
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.rope.gpu_arguments import Heads
 from vishwamai.ops.rope.reference import table_gradients
 from vishwamai.ops.rope.spec import Operands, Outputs, RopeSpec
@@ -67,7 +68,7 @@ def heuristic(spec: RopeSpec, target: Target) -> RopeGpuConfig:
     return RopeGpuConfig(rows, gpu.cdiv(heads, groups), 4 if rows * pairs >= 512 else 1)
 
 
-def _strides(spec: RopeSpec, x: Any) -> tuple[int, int, int]:
+def _strides(spec: RopeSpec, x: AnyArray) -> tuple[int, int, int]:
     """Strides of batch, head and position: a tensor's own; JAX arrays, results and shapes have those of contiguous
     ones.
     """
@@ -79,7 +80,7 @@ def _strides(spec: RopeSpec, x: Any) -> tuple[int, int, int]:
     return batch, head, position
 
 
-def _heads(spec: RopeSpec, x: Any, out: Any, groups: int) -> Heads:
+def _heads(spec: RopeSpec, x: AnyArray, out: Any, groups: int) -> Heads:
     """The heads of the query, or of the key where there is one."""
     if x is None:
         return Heads(0, 0, *(0,) * 6)

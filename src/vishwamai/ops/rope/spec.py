@@ -13,6 +13,7 @@ from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.shape_checks import Argument, check_float, check_shapes
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import ArraySpec, OpSpec, array_spec
+from vishwamai.core.types import AnyArray
 
 LAYOUTS = ("bhsd", "bshd")
 
@@ -22,17 +23,17 @@ class Operands(NamedTuple):
     that turn.
     """
 
-    query: Annotated[Any, "batch heads seq head_dim"]
-    key: Annotated[Any, "batch heads seq head_dim", "optional"]
-    cos: Annotated[Any, "batch? seq pairs"]  # floating
-    sin: Annotated[Any, "batch? seq pairs"]  # floating
+    query: Annotated[AnyArray, "batch heads seq head_dim"]
+    key: Annotated[AnyArray, "batch heads seq head_dim", "optional"]
+    cos: Annotated[AnyArray, "batch? seq pairs"]  # floating
+    sin: Annotated[AnyArray, "batch? seq pairs"]  # floating
 
 
 class Outputs(NamedTuple):
     """The rotated arrays, like the operands."""
 
-    query: Annotated[Any, "batch heads seq head_dim"]
-    key: Annotated[Any, "batch heads seq head_dim", "optional"]
+    query: Annotated[AnyArray, "batch heads seq head_dim"]
+    key: Annotated[AnyArray, "batch heads seq head_dim", "optional"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +100,11 @@ class RopeSpec(OpSpec):
 class Cached(NamedTuple):
     """The caller's arrays where each device reads its own positions' rows, of a cache that it has whole."""
 
-    query: Annotated[Any, "batch heads seq head_dim"]
-    key: Annotated[Any, "batch heads seq head_dim", "optional"]
-    cos: Annotated[Any, "_ _"]
-    sin: Annotated[Any, "_ _"]
-    positions: Annotated[Any, "batch? seq"]  # three coordinates in front with `MRopeScaling`
+    query: Annotated[AnyArray, "batch heads seq head_dim"]
+    key: Annotated[AnyArray, "batch heads seq head_dim", "optional"]
+    cos: Annotated[AnyArray, "_ _"]
+    sin: Annotated[AnyArray, "_ _"]
+    positions: Annotated[AnyArray, "batch? seq"]  # three coordinates in front with `MRopeScaling`
 
 
 def _signature(heads: str, kind: Any, **more: str) -> Signature:
@@ -174,7 +175,7 @@ def check(query: ArraySpec, key: ArraySpec | None, layout: Any) -> None:
         )
 
 
-def check_positions(positions: Any, batch: int, length: int, coordinates: bool) -> None:
+def check_positions(positions: AnyArray, batch: int, length: int, coordinates: bool) -> None:
     """Checks the caller's positions (None is legal).
 
     Raises:

@@ -212,7 +212,7 @@ def check_frequencies(
 
 
 def _of_dictionary(
-    name: str, head_dim: int, theta: Any, scaling: Mapping[str, Any], rotary_dim: Any
+    name: str, head_dim: int, theta: object, scaling: Mapping[str, object], rotary_dim: Any
 ) -> tuple[Any, Any]:
     """theta and rotary_dim, where the dictionary states them and the caller does not say otherwise."""
     base, share = scaling.get("rope_theta"), scaling.get("partial_rotary_factor")

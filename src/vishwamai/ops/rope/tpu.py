@@ -37,6 +37,7 @@ from vishwamai.core.pallas import (
 )
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import size
+from vishwamai.core.types import AnyArray, Ref
 from vishwamai.ops.rope.reference import table_gradients
 from vishwamai.ops.rope.spec import Operands, Outputs, RopeSpec
 
@@ -180,12 +181,12 @@ def _turned(spec: RopeSpec, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax
 
 
 def _kernel(
-    cos_ref: Any,
-    sin_ref: Any,
-    query_ref: Any,
-    key_ref: Any,
-    query_out: Any,
-    key_out: Any,
+    cos_ref: Ref,
+    sin_ref: Ref,
+    query_ref: Ref,
+    key_ref: Ref | None,
+    query_out: Ref,
+    key_out: Ref,
     *,
     spec: RopeSpec,
     config: RopeConfig,
@@ -206,7 +207,7 @@ def _kernel(
             return
         for x_ref, y_ref in turned:
 
-            def head(h: jax.Array, carry: None, x_ref: Any = x_ref, y_ref: Any = y_ref) -> None:
+            def head(h: jax.Array, carry: None, x_ref: AnyArray = x_ref, y_ref: Any = y_ref) -> None:
                 y_ref[h, rows, :] = _turned(spec, x_ref[h, rows, :], cos, sin)
 
             heads = x_ref.shape[0]
@@ -225,12 +226,12 @@ def _by_feature(spec: RopeSpec, table: jax.Array, first: int) -> jax.Array:
     return jnp.pad(spread, ((0, 0), (0, 0), (0, spec.head_dim - 2 * spec.pairs)))
 
 
-def turn(spec: RopeSpec, config: RopeConfig, operands: Operands, name: str) -> tuple[Any, Any]:
+def turn(spec: RopeSpec, config: RopeConfig, operands: Operands, name: str) -> tuple[AnyArray, AnyArray]:
     """The kernel on the query and, where there is one, the key."""
     query, key = operands.query, operands.key
     rows, width = config.block_positions, spec.head_dim
 
-    def block(x: Any) -> pl.BlockSpec | None:
+    def block(x: AnyArray) -> pl.BlockSpec | None:
         if x is None:
             return None
         if spec.layout == "bhsd":

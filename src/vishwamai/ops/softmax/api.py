@@ -10,6 +10,7 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.op import Op
 from vishwamai.core.signature import array_specs, public_call
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.softmax.cpu import NATIVE
 from vishwamai.ops.softmax.gpu import TRITON
 from vishwamai.ops.softmax.reference import XLA
@@ -67,7 +68,7 @@ def log_softmax(
     return _softmax("log_softmax", x, axis, True, config, implementation)
 
 
-def _softmax(name: str, x: Any, axis: int, log: bool, config: Any, implementation: str | None) -> Any:
+def _softmax(name: str, x: AnyArray, axis: int, log: bool, config: Any, implementation: str | None) -> AnyArray:
     x = as_array(name, "x", x)
     axis = check_axis(name, x.shape, axis)
     arrays = Operands(jnp.moveaxis(x, axis, -1))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import UNLIMITED, Tiles, size, warp_count
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.softmax.spec import Operands, Outputs, SoftmaxSpec
 
 _KERNELS = "vishwamai.ops.softmax.gpu_kernels"
@@ -73,8 +73,8 @@ def heuristic(spec: SoftmaxSpec, target: Target) -> SoftmaxGpuConfig:
 
 
 def _launch(
-    kernel: gpu.TritonKernel, spec: SoftmaxSpec, config: SoftmaxGpuConfig, inputs: dict[str, Any], out: str
-) -> Any:
+    kernel: gpu.TritonKernel, spec: SoftmaxSpec, config: SoftmaxGpuConfig, inputs: dict[str, PyTree], out: str
+) -> AnyArray:
     rows, columns = spec.groups * spec.rows, gpu.next_power_of_2(spec.features)
     (result,) = gpu.launch(
         kernel if config.columns >= columns else IN_TILES[kernel],

@@ -9,18 +9,19 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import RowSpec
+from vishwamai.core.types import AnyArray
 
 
 class Operands(NamedTuple):
     """Operands in the op's own layout; `groups` counts folded vmap axes, `features` is summed over."""
 
-    x: Annotated[Any, "groups rows features"]
+    x: Annotated[AnyArray, "groups rows features"]
 
 
 class Outputs(NamedTuple):
     """`y` is the softmax, or its logarithm."""
 
-    y: Annotated[Any, "groups rows features"]
+    y: Annotated[AnyArray, "groups rows features"]
 
 
 @dataclasses.dataclass(frozen=True)

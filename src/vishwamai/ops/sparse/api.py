@@ -15,6 +15,7 @@ from vishwamai.core.op import Op
 from vishwamai.core.precision import PrecisionConfig, resolve_precision
 from vishwamai.core.signature import public_call
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import AnyArray
 from vishwamai.core.value_checks import check_values
 from vishwamai.ops.sparse.cpu import NATIVE
 from vishwamai.ops.sparse.gpu import TRITON
@@ -95,7 +96,7 @@ def block_sparse_matmul(
     return out.astype(out_dtype)
 
 
-def _coordinates(indices: Any, values: Any) -> Any:
+def _coordinates(indices: AnyArray, values: AnyArray) -> AnyArray:
     """Block rows and columns `[blocks, 2]`; NumPy where the caller's indices are known."""
     if not isinstance(indices, (tuple, list)):
         concrete = static(indices)

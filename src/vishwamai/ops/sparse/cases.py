@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
+from vishwamai.core.types import PyTree
 from vishwamai.ops.sparse.api import block_sparse_matmul
 from vishwamai.ops.sparse.patterns import bigbird, block_indices, local
 
@@ -20,7 +21,7 @@ def _case(
     batch: tuple[int, ...],
     dtype: str = "float32",
     *,
-    indices: Any = None,
+    indices: PyTree = None,
     transpose: bool = False,
     tags: tuple[str, ...] = ("contract",),
     **options: Any,

@@ -15,6 +15,7 @@ from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, stage_count, warp_count
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.sparse.spec import Operands, Outputs, SparseSpec
 
 ARRANGE, PRODUCT, VALUES_GRADIENT = (
@@ -103,12 +104,14 @@ def _shared(operands: Operands) -> bool:
     return operands.values.shape[0] == operands.indices.shape[0] == 1
 
 
-def _joined(operands: Operands, x: Any) -> Any:
+def _joined(operands: Operands, x: AnyArray) -> AnyArray:
     """`[G, M, features]`, or where all groups share the sparse matrix, `[1, G * M, features]`."""
     return x.reshape(1, -1, x.shape[-1]) if _shared(operands) else x
 
 
-def product(spec: SparseSpec, config: SparseGpuConfig, dense: Any, values: Any, indices: Any, transpose: bool) -> Any:
+def product(
+    spec: SparseSpec, config: SparseGpuConfig, dense: AnyArray, values: AnyArray, indices: AnyArray, transpose: bool
+) -> AnyArray:
     """dense `[G, M, rows]` times the sparse matrix, or, if `transpose`, `[G, M, columns]` times its transpose."""
     groups, m, contracted = dense.shape
     rows, columns = spec.block

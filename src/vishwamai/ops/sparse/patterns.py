@@ -7,7 +7,7 @@ They are NumPy arrays, so they combine with `|` and `&`, and serve `block_sparse
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -107,7 +107,7 @@ def bigbird(
 
 
 def document(
-    lengths: Any, block_size: int, causal: bool = False, kv_block_size: int | None = None
+    lengths: object, block_size: int, causal: bool = False, kv_block_size: int | None = None
 ) -> Bool[np.ndarray, "q_blocks kv_blocks"]:
     """Packed documents: the blocks in which a query can meet a key of its own document.
 

@@ -16,18 +16,19 @@ from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature
 from vishwamai.core.spec import ArraySpec, OpSpec, array_spec
+from vishwamai.core.types import AnyArray
 
 
 class Operands(NamedTuple):
     """Operands in the op's own layout; `groups` counts folded vmap axes."""
 
-    dense: Annotated[Any, "groups m k"]  # k: rows of the sparse matrix, or columns if transposed
-    values: Annotated[Any, "groups? blocks block_rows block_columns"]
-    indices: Annotated[Any, "groups? blocks _"]  # int32: block row, block column
+    dense: Annotated[AnyArray, "groups m k"]  # k: rows of the sparse matrix, or columns if transposed
+    values: Annotated[AnyArray, "groups? blocks block_rows block_columns"]
+    indices: Annotated[AnyArray, "groups? blocks _"]  # int32: block row, block column
 
 
 class Outputs(NamedTuple):
-    out: Annotated[Any, "groups m n"]
+    out: Annotated[AnyArray, "groups m n"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +107,14 @@ def _fail(text: str) -> NoReturn:
     raise ShapeError(f"block_sparse_matmul: {text}")
 
 
-def static(x: Any) -> np.ndarray | None:
+def static(x: AnyArray) -> np.ndarray | None:
     """The values of an index array that is known now, or None."""
     return None if isinstance(x, Tracer) else np.asarray(x)
 
 
-def make_spec(dense: Any, values: Any, indices: Any, shape: Any, transpose: bool, precision: str) -> SparseSpec:
+def make_spec(
+    dense: AnyArray, values: AnyArray, indices: AnyArray, shape: Any, transpose: bool, precision: str
+) -> SparseSpec:
     """Checks the caller's arguments (`dense` of any rank, `values` `[blocks, rows, columns]`, `indices` `[blocks, 2]`).
 
     Raises:

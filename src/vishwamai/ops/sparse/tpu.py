@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import LANES, call, round_up, sublanes
+from vishwamai.core.types import AnyArray, PyTree, Ref
 from vishwamai.ops.sparse.spec import Operands, Outputs, SparseSpec
 from vishwamai.ops.sparse.tpu_tiles import SparseConfig, heuristic, why_not
 
@@ -78,7 +79,7 @@ def _product_body(
     take, give = (tiles.shape[2], tiles.shape[1]) if transpose else (tiles.shape[1], tiles.shape[2])
     depth = config.buffers
 
-    def start_of(column: Any) -> Any:
+    def start_of(column: jax.Array) -> AnyArray:
         return starts[first_start + jnp.minimum(strip * panel + column, targets)]
 
     last_block = starts[first_start + targets]
@@ -96,7 +97,7 @@ def _product_body(
     def _() -> None:
         lax.fori_loop(0, depth, lambda n, carry: fetch(n), None)
 
-    def add(n: Any, carry: None) -> None:
+    def add(n: AnyArray, carry: None) -> None:
         copy(n).wait()
         place = places[first_block + n]
         x = dense[:, pl.ds(pl.multiple_of(place * take, LANES), take)]  # [block_m, take]
@@ -104,7 +105,7 @@ def _product_body(
         fetch(n + depth)  # its buffer is free
         return carry
 
-    def column(c: Any, carry: None) -> None:
+    def column(c: jax.Array, carry: None) -> None:
         total[...] = jnp.zeros(total.shape, jnp.float32)
         lax.fori_loop(start_of(c), start_of(c + 1), add, None)
         out[:, pl.ds(pl.multiple_of(c * give, LANES), give)] = total[...].astype(out.dtype)  # [block_m, give]
@@ -166,7 +167,7 @@ def _product(
 
 
 def _values_body(
-    numbers: Any, rows: Any, columns: Any, left: Any, right: Any, out: Any, total: Any, *, m: int, steps: int
+    numbers: Any, rows: Any, columns: Any, left: Ref, right: Any, out: Any, total: Any, *, m: int, steps: int
 ) -> None:
     """One step of a block's gradient: the sum over M of left^T right grows by the product of `block_m` rows."""
     del numbers, rows, columns  # the index maps read them
@@ -207,16 +208,16 @@ def _values_gradient(
     steps = pl.cdiv(m, block_m)
     own_lists = indices.shape[0] > 1
 
-    def block_index(g: Any, n: Any) -> Any:
+    def block_index(g: AnyArray, n: AnyArray) -> AnyArray:
         return (g * spec.blocks if own_lists else 0) + n
 
-    def left_index(g: Any, n: Any, i: Any, numbers: Any, rows: Any, columns: Any) -> Any:
+    def left_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Any, rows: Any, columns: Any) -> PyTree:
         return g, i, rows[block_index(g, n)]
 
-    def right_index(g: Any, n: Any, i: Any, numbers: Any, rows: Any, columns: Any) -> Any:
+    def right_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Any, rows: Any, columns: Any) -> PyTree:
         return g, i, columns[block_index(g, n)]
 
-    def out_index(g: Any, n: Any, i: Any, numbers: Any, *_: Any) -> Any:
+    def out_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Any, *_: Any) -> PyTree:
         return g, numbers[block_index(g, n)], 0, 0
 
     out_block = pl.BlockSpec((None, None, rows, columns), out_index)

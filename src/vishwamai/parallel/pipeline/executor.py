@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.core.arguments import check_callable, checked, described
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.parallel.in_order import among_processes
 from vishwamai.parallel.pipeline.actions import Schedule
 from vishwamai.parallel.pipeline.check import num_microbatches
@@ -23,7 +23,7 @@ from vishwamai.parallel.pipeline.ticks import Ticks, ticks_of
 
 
 @checked
-def place_parts(params: Any, schedules: Sequence[Schedule]) -> Any:
+def place_parts(params: object, schedules: Sequence[Schedule]) -> Any:
     """Parameters of parts in the order of the model, as stages hold them.
 
     Args:
@@ -163,7 +163,7 @@ def pipelined_loss(
     return f
 
 
-def _laid(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+def _laid(x: AnyArray, mesh: Mesh, spec: PartitionSpec) -> Any:
     explicit = {n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
 
     def seen(entry: Any) -> Any:
@@ -173,7 +173,7 @@ def _laid(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*map(seen, spec))))
 
 
-def _cut(microbatches: int, x: Any) -> Any:
+def _cut(microbatches: int, x: AnyArray) -> Any:
     return jnp.reshape(x, (microbatches, -1, *jnp.shape(x)[1:]))
 
 
@@ -215,7 +215,7 @@ def _run(
     params = jax.tree.map(lambda x: x[0], params)  # [chunks, ...]
     microbatches = inputs.shape[0]
 
-    def mean(loss_params: PyTree, y: Any, m: Any) -> tuple[Any, Any]:
+    def mean(loss_params: PyTree, y: AnyArray, m: Any) -> tuple[Any, Any]:
         value = loss(loss_params, y, jax.tree.map(lambda x: x[m], targets)) / (microbatches * shards)
         return value, value
 

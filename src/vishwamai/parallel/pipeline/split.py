@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from vishwamai.core.arguments import described
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.parallel.equations import evaluate
 
 
@@ -39,7 +39,7 @@ class SplitPart(NamedTuple):
     between: list[Any]
 
 
-def split_part(part: Callable[..., Any], params: PyTree, x: Any, *extras: PyTree, sees: bool = False) -> SplitPart:
+def split_part(part: Callable[..., Any], params: PyTree, x: AnyArray, *extras: PyTree, sees: bool = False) -> SplitPart:
     """Traces `y = part(params, x, *extras)` and takes its backward pass apart.
 
     Args:
@@ -63,10 +63,10 @@ def split_part(part: Callable[..., Any], params: PyTree, x: Any, *extras: PyTree
             raise ShapeError(f"pipeline: a parameter or an input is {described(leaf)}; pass floating arrays.")
     pulled: Any = None
 
-    def with_residuals(params: PyTree, x: Any, *extras: PyTree) -> tuple[Any, PyTree]:
+    def with_residuals(params: PyTree, x: AnyArray, *extras: PyTree) -> tuple[Any, PyTree]:
         return part(params, x, *extras) if sees else (part(params, x, *extras), ())
 
-    def run(leaves: list[Any], x: Any, extras: Any) -> tuple[Any, list[Any], list[Any]]:
+    def run(leaves: list[Any], x: AnyArray, extras: Any) -> tuple[Any, list[Any], list[Any]]:
         nonlocal pulled
         y, pull, seen = jax.vjp(
             lambda leaves, x: with_residuals(jax.tree.unflatten(tree, leaves), x, *extras), leaves, x, has_aux=True
@@ -97,7 +97,7 @@ def split_part(part: Callable[..., Any], params: PyTree, x: Any, *extras: PyTree
     others = [v for v in forward.jaxpr.invars if v is not entry]
     run_params = _function(forward, others, [residuals[i] for i in of_params])
 
-    def pull(residuals: list[Any], dy: Any) -> tuple[list[Any], Any]:
+    def pull(residuals: list[Any], dy: AnyArray) -> tuple[list[Any], Any]:
         return jax.tree.unflatten(pulled, residuals)(dy)
 
     back = _inlined(jax.make_jaxpr(pull)([v.aval for v in residuals], out))
@@ -111,26 +111,26 @@ def split_part(part: Callable[..., Any], params: PyTree, x: Any, *extras: PyTree
     run_first = _function(back, [*in_residuals, in_dy], [out_x, *between], first)
     run_second = _function(back, [*in_residuals, *between], out_params, second)
 
-    def parameter_gradients(params: PyTree, residual_values: Sequence[Any], extras: tuple[PyTree, ...]) -> list[Any]:
+    def parameter_gradients(params: PyTree, residual_values: Sequence[object], extras: tuple[PyTree, ...]) -> list[Any]:
         values_of = dict(zip(saved, residual_values, strict=True))
         values = [None if isinstance(v, Literal) else values_of.get(v) for v in residuals]
         for i, value in zip(of_params, run_params(*jax.tree.leaves((params, extras))), strict=True):
             values[i] = value
         return values
 
-    def run_part(params: PyTree, x: Any, *extras: PyTree) -> tuple[Any, list[Any]]:
+    def run_part(params: PyTree, x: AnyArray, *extras: PyTree) -> tuple[Any, list[Any]]:
         y, *outputs = run_forward(*jax.tree.leaves(params), x, *jax.tree.leaves(extras))
         seen = jax.tree.unflatten(seen_tree, outputs[: ends - 1])
         return (y, seen) if sees else y, outputs[ends - 1 :]
 
     def input_gradient(
-        params: PyTree, residual_values: Sequence[Any], dy: Any, *extras: PyTree
+        params: PyTree, residual_values: Sequence[object], dy: AnyArray, *extras: PyTree
     ) -> tuple[Any, list[Any]]:
         dx, *values = run_first(*parameter_gradients(params, residual_values, extras), dy)
         return dx, values
 
     def weight_gradient(
-        params: PyTree, residual_values: Sequence[Any], values: Sequence[Any], *extras: PyTree
+        params: PyTree, residual_values: Sequence[object], values: Sequence[Any], *extras: PyTree
     ) -> PyTree:
         return jax.tree.unflatten(tree, run_second(*parameter_gradients(params, residual_values, extras), *values))
 
@@ -143,7 +143,7 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _depends(jaxpr: Jaxpr, source: Var) -> set[Any]:
     """The values that depend on `source`, and itself."""
-    dependent: set[Any] = {source}
+    dependent: set[object] = {source}
     for eqn in jaxpr.eqns:
         if any(not isinstance(v, Literal) and v in dependent for v in eqn.invars):
             dependent.update(eqn.outvars)
@@ -163,7 +163,7 @@ def _needed(jaxpr: Jaxpr, outs: Sequence[Any]) -> list[int]:
 
 
 def _function(
-    closed: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any], equations: Sequence[int] | None = None
+    closed: ClosedJaxpr, invars: Sequence[object], outvars: Sequence[object], equations: Sequence[int] | None = None
 ) -> Callable[..., list[Any]]:
     """The function from some values of a jaxpr to others, by the equations extras, or by those that it needs."""
     jaxpr = closed.jaxpr

@@ -123,6 +123,7 @@ def run_stage(
         return jnp.zeros((slots + 1, *kind.shape), kind.dtype)  # the last one takes what nothing reads
 
     sums = jax.eval_shape(lambda: ends.loss(ends.params, jnp.zeros(entry.shape, entry.dtype), 0)[1])
+    # Slots of the buffers are assigned ahead of time (`ticks`): a slot is written again only after its last reader.
     state = {
         "values": room(ticks.values, entry),
         "kept": [] if split is None else [room(ticks.residuals, kind) for kind in split.residuals],
@@ -134,10 +135,10 @@ def run_stage(
         "seen": jax.tree.map(lambda x: jnp.zeros((chunks, *x.shape), x.dtype), seen),
     }
 
-    def local_rows(row: dict[str, Any]) -> PyTree:
+    def local_rows(row: dict[str, object]) -> PyTree:
         return jax.tree.map(lambda x: x[row["chunk"]], params)
 
-    def also(row: dict[str, Any]) -> tuple[PyTree, PyTree]:
+    def also(row: dict[str, object]) -> tuple[PyTree, PyTree]:
         of_part = jax.tree.map(lambda x: x[row["chunk"]], frozen)
         return jax.tree.map(lambda x: x[row["microbatch"]], extras), of_part
 

@@ -11,6 +11,7 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ConfigError, ShapeError
 from vishwamai.core.figures import Level
 from vishwamai.core.target import Target, devices_of
+from vishwamai.core.types import PyTree
 from vishwamai.models import ModelConfig
 from vishwamai.planning.memory.analytic import Breakdown, serving_memory, training_memory
 from vishwamai.planning.memory.compiler import Compiler, ProgramMemory
@@ -169,7 +170,7 @@ def llama_like(hidden_dim: int, sequence_length: int) -> dict[str, Any]:
 
 
 def training_config(
-    model: Mapping[str, Any], step: Mapping[str, Any], target: str, batch_size: int, sequence_length: int
+    model: Mapping[str, PyTree], step: Mapping[str, object], target: str, batch_size: int, sequence_length: int
 ) -> TrainConfig:
     """The training configuration of a model on a target; products are bfloat16 unless `step` says otherwise.
 

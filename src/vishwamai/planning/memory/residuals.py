@@ -27,7 +27,7 @@ _FUSED = frozenset(
 
 
 def residual_bytes(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     argument: PyTree,
     *rest: PyTree,
     over: tuple[AbstractMesh, tuple[PyTree, ...]] | None = None,

@@ -12,6 +12,7 @@ from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.figures import LEVELS, Level
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target, devices_of
+from vishwamai.core.types import PyTree
 from vishwamai.planning.memory.allocation import llama_like, training_config
 from vishwamai.planning.memory.analytic import training_memory
 from vishwamai.planning.memory.compiler import Compiler
@@ -35,13 +36,13 @@ class Bound:
 
 @checked
 def optimize_batch_size(
-    model_config: Mapping[str, Any],
+    model_config: Mapping[str, object],
     memory_budget: int,
     target_throughput: float = 0.0,
     *,
     sequence_length: int = 2048,
     target: str = "v5e",
-    step: Mapping[str, Any] | None = None,
+    step: Mapping[str, object] | None = None,
     level: str = "verified",
 ) -> int:
     """The largest batch of a training step that fits a budget of memory on each device of a target.
@@ -233,7 +234,7 @@ def _no_batch(config: TrainConfig, target: str, unit: int, smallest: float, budg
     return f"{text}; the nearest that fits is a budget of {human(min(needs, smallest or needs))}, or more devices."
 
 
-def _with_width(model: Mapping[str, Any], sequence_length: int) -> dict[str, Any]:
+def _with_width(model: Mapping[str, PyTree], sequence_length: int) -> dict[str, Any]:
     width = model.get("hidden_size")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ShapeError(

@@ -104,11 +104,11 @@ class Diagnosis:
 
 @checked
 def explain_memory(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     target: str = "v5e",
     compiler_options: Mapping[str, Any] | RuntimeConfig | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Diagnosis:
     """What lies in the memory of one device at the peak of `fn(*args, **kwargs)`; if that does not fit, what to change.
 
@@ -135,9 +135,9 @@ def explain_memory(
 def explain_program(
     compiler: Compiler,
     program: Program,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     options: Options | None = None,
 ) -> Diagnosis:
     """`explain_memory` of a function that is traced already as `program`, by a compiler that runs."""
@@ -167,7 +167,12 @@ class _Call:
 
 
 def _probed(
-    fn: Callable[..., Any], call: _Call, program: Program, peak: PeakMemory, compiler: Compiler, options: Options | None
+    fn: Callable[..., object],
+    call: _Call,
+    program: Program,
+    peak: PeakMemory,
+    compiler: Compiler,
+    options: Options | None,
 ) -> Change:
     saving = Estimate(call.saving, "analytic")
     try:
@@ -180,7 +185,9 @@ def _probed(
     return Change(call.words, saving, Estimate(0.0, "analytic", "s"), peak.limit, total, rounds=call.rounds)
 
 
-def _donation(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> _Call | None:
+def _donation(
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], program: Program
+) -> _Call | None:
     """The donation of positional arguments whose arrays the function returns with the same shape and dtype."""
     if not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves((args, kwargs))):
         return None  # static values: the caller's own jit says which they are
@@ -201,7 +208,7 @@ def _donation(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         return None
     words = f"donate {', '.join(f'[{number}]' for number in numbers)} (jax.jit(..., donate_argnums={tuple(numbers)}))"
 
-    def donating(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def donating(fn: Callable[..., object]) -> Callable[..., Any]:
         return jax.jit(lambda *args, **kwargs: fn(*args, **kwargs), donate_argnums=numbers)
 
     return _Call(words, saving, donating, args, kwargs)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from vishwamai.core.errors import UnsupportedError
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import final_norm
 from vishwamai.models.config import ModelConfig
@@ -130,24 +130,24 @@ class PipelinedLoss:
         hidden, head = self._end(params, y)
         return head_loss(self.config, self.section, self.beta, hidden, head, batch, self.axes)
 
-    def logprobs(self, params: PyTree, y: Any, batch: dict[str, Any]) -> Any:
+    def logprobs(self, params: PyTree, y: AnyArray, batch: dict[str, PyTree]) -> Any:
         """The log-probabilities of answers, of the last part's output."""
         hidden, head = self._end(params, y)
         return answer_logprobs(self.config, head, hidden, batch, self.axes)
 
-    def _end(self, params: PyTree, y: Any) -> tuple[Any, Any]:
+    def _end(self, params: PyTree, y: AnyArray) -> tuple[Any, Any]:
         """The hidden states after the last norm, and the head."""
         params = self.gathered_ends(params)
         return head_operands(self.config, params, final_norm(self.config, params, y), self.axes)
 
 
 @jax.custom_vjp
-def with_loss(y: Any, loss: Any, weight: Any) -> Any:
+def with_loss(y: AnyArray, loss: object, weight: Any) -> Any:
     """`y` as it is; the gradient of `loss`, a scalar, is `weight`: that of a sum to which `weight * loss` is added."""
     return y
 
 
-def _with_loss_backward(weight: Any, dy: Any) -> tuple[Any, Any, Any]:
+def _with_loss_backward(weight: Any, dy: AnyArray) -> tuple[Any, Any, Any]:
     return dy, weight, jnp.zeros_like(weight)
 
 
@@ -157,7 +157,7 @@ with_loss.defvjp(lambda y, loss, weight: (y, weight), _with_loss_backward)
 def pipelined(
     loss: PipelinedLoss,
     params: PyTree,
-    batch: dict[str, Any],
+    batch: dict[str, PyTree],
     scale: Any,
     *,
     microbatches: int,
@@ -185,7 +185,7 @@ def pipelined(
     of_experts = {} if REFERENCE in batch else {"number": number, "weight": number * scale}
     params = params if loss.attach is None else loss.attach(params)
 
-    def scaled(p: PyTree, y: Any, m: Any) -> tuple[Any, PyTree]:
+    def scaled(p: PyTree, y: AnyArray, m: Any) -> tuple[Any, PyTree]:
         total, sums = loss.loss(p, y, _microbatch(parts, m))
         return total * scale, sums
 
@@ -225,14 +225,14 @@ def pipelined_logprobs(loss: PipelinedLoss, params: PyTree, batch: dict[str, Any
     parts = _parts(batch, microbatches)
     empty = jnp.zeros((*parts["tokens"].shape[:2], 2), jnp.float32)
 
-    def placed(p: PyTree, y: Any, m: Any) -> tuple[Any, Any]:
+    def placed(p: PyTree, y: AnyArray, m: Any) -> tuple[Any, Any]:
         return jnp.float32(0), empty.at[m].set(loss.logprobs(p, y, _microbatch(parts, m)))
 
     results = _through(loss, params, None, parts, placed, gradients=False)
     return jax.lax.psum(results.sums, PIPELINE).reshape(-1, 2)
 
 
-def _parts(batch: dict[str, Any], microbatches: int) -> dict[str, Any]:
+def _parts(batch: dict[str, PyTree], microbatches: int) -> dict[str, Any]:
     return jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
 

@@ -72,7 +72,7 @@ class Stages:
         """A tree of parameters, or of what an optimizer keeps for them, with the layers as the stages hold them."""
         order = self.order
 
-        def placed(layers: dict[Any, PyTree]) -> dict[Any, PyTree]:
+        def placed(layers: dict[object, PyTree]) -> dict[Any, PyTree]:
             if self.stacked:
                 return jax.tree.map(lambda x: x[np.array(order)], layers)
             places = range(len(self.kinds))
@@ -85,7 +85,7 @@ class Stages:
         """The tree that `place` placed, in the form of checkpoints."""
         back = [int(i) for i in np.argsort(self.order)]
 
-        def separate(layers: dict[Any, PyTree]) -> dict[Any, PyTree]:
+        def separate(layers: dict[object, PyTree]) -> dict[Any, PyTree]:
             if self.stacked:
                 return jax.tree.map(lambda x: x[np.array(back)], layers)
             return {
@@ -100,7 +100,7 @@ class Stages:
 def _of_layers(tree: PyTree, change: Callable[[dict[Any, PyTree]], dict[Any, PyTree]]) -> PyTree:
     """A tree in which every dictionary's entry `LAYERS` is changed, and every dictionary by the paths of its leaves."""
 
-    def has_layers(node: Any) -> bool:
+    def has_layers(node: object) -> bool:
         return isinstance(node, dict) and any(in_layers(key) for key in node)
 
     def change_node(node: Any) -> Any:
@@ -108,7 +108,7 @@ def _of_layers(tree: PyTree, change: Callable[[dict[Any, PyTree]], dict[Any, PyT
             return node
         if LAYERS in node:
             return node | {LAYERS: change(node[LAYERS])}
-        layers: dict[Any, dict[str, PyTree]] = {}
+        layers: dict[object, dict[str, PyTree]] = {}
         for key, leaf in node.items():
             _, number, name = key.split("/", 2)
             layers.setdefault(int(number), {})[name] = leaf

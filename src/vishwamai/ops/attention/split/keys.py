@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from vishwamai.core import dropout
 from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.sharding import match_varying
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.op import ATTENTION
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 
-def merged_over(axes: Any, out: Any, lse: Any, sinks: Any = None) -> tuple[Any, Any]:
+def merged_over(axes: Any, out: Any, lse: Any, sinks: AnyArray = None) -> tuple[Any, Any]:
     """(out, logsumexp) over the keys of all devices of `axes`, from those over each device's own; inside `shard_map`.
 
     Args:

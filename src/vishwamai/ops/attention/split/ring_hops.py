@@ -14,6 +14,7 @@ from vishwamai.core.config import current_config
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.promotion import by_default
 from vishwamai.core.sharding import match_varying
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.chunked import XLA_CHUNKED
 from vishwamai.ops.attention.merge import merged
 from vishwamai.ops.attention.op import ATTENTION
@@ -130,7 +131,7 @@ def _merge(total: tuple[Any, Any], partial: tuple[Any, Any], rows: int | None) -
     return jnp.concatenate([out for out, _ in halves], 2), jnp.concatenate([lse for _, lse in halves], 2)
 
 
-def _backward(ring: Ring, saved: Any, cotangents: Any) -> tuple[Operands]:
+def _backward(ring: Ring, saved: PyTree, cotangents: PyTree) -> tuple[Operands]:
     operands, (out, logsumexp) = saved
     dout, dlse = cotangents
     return (_gradients(ring, operands, (out, logsumexp, dout.astype(out.dtype), dlse.astype(logsumexp.dtype))),)
@@ -158,7 +159,7 @@ def _gradients(ring: Ring, operands: Operands, rest: Any) -> Operands:
                 of_rows = rest if rows is None else tuple(jnp.split(x, 2, 2)[rows] for x in rest)
                 gradients = _hop_gradients(ring, piece, ring.operands(operands, keys, step, piece), of_rows)
 
-                def placed(name: str, x: Any, gradients: Any = gradients, piece: Part = piece) -> Any:
+                def placed(name: str, x: AnyArray, gradients: PyTree = gradients, piece: Part = piece) -> Any:
                     y = getattr(gradients, name)
                     return x if y is None else ring.place(name, x, y, piece, source if name == "bias" else 0)
 
@@ -186,7 +187,7 @@ def _once(ring: Ring, operands: Operands, rest: Any) -> Any:
     return _gradients(ring, operands, rest), None
 
 
-def _twice(ring: Ring, saved: Any, cotangents: Any) -> Any:
+def _twice(ring: Ring, saved: PyTree, cotangents: PyTree) -> Any:
     raise UnsupportedError(
         "attention over a split sequence is differentiable once, because a hop's gradients are of the logsumexp of all "
         "hops; for a second derivative gather the sequence: jax.sharding.reshard(x, jax.P()) on explicit axes, "

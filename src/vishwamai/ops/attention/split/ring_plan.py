@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core import dims, dropout
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.block_mask import WHOLE, BlockMask
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 
@@ -168,7 +169,7 @@ class Ring:
             arrays = arrays._replace(dropout_seed=dropout.offset_seeds(local.dropout_seed, rows, columns))
         return type(arrays)(*(self.cut(name, x, part) for name, x in arrays._asdict().items()))
 
-    def cut(self, name: str, x: Any, part: Part) -> Any:
+    def cut(self, name: str, x: AnyArray, part: Part) -> Any:
         """The halves of an operand that the part has."""
         for word, half, length in self._halves(part):
             axis = _axis(name, word)
@@ -176,7 +177,7 @@ class Ring:
                 x = jax.lax.slice_in_dim(x, half * length // 2, (half + 1) * length // 2, axis=axis)
         return x
 
-    def place(self, name: str, total: Any, x: Any, part: Part, start: Any = 0) -> Any:
+    def place(self, name: str, total: Any, x: AnyArray, part: Part, start: Any = 0) -> Any:
         """`total` plus `x`, where the part cut it from; `start` is its first key in `total`."""
         starts: list[Any] = [0] * total.ndim
         columns = _axis(name, "kv_len")

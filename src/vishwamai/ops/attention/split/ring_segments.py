@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.sharding import varying_axes
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.spec import Operands
 from vishwamai.ops.attention.split.ring_plan import Ring
 
@@ -29,7 +30,7 @@ class Reach(NamedTuple):
     sees: Any = None
     last: Any = None
 
-    def hop(self, i: int, make: Callable[..., Any], *state: Any) -> Any:
+    def hop(self, i: int, make: Callable[..., object], *state: object) -> Any:
         """`make(*state)`, or the state as it is where hop `i` is not made. The first one always is: sinks enter in
         it.
         """
@@ -37,13 +38,13 @@ class Reach(NamedTuple):
             return make(*state)
         return jax.lax.cond(self.last >= i, make, lambda *state: state, *state)
 
-    def seen(self, i: int, compute: Callable[..., Any], *values: Any) -> Any:
+    def seen(self, i: int, compute: Callable[..., object], *values: Any) -> Any:
         """`compute(*values)`, or the first value where this device sees nothing in hop `i`."""
         if i == 0 or self.sees is None:
             return compute(*values)
         return jax.lax.cond(self.sees[i], compute, lambda *values: values[0], *values)
 
-    def at_last(self, ways: Sequence[Callable[[Any], Any]], x: Any) -> Any:
+    def at_last(self, ways: Sequence[Callable[[Any], object]], x: AnyArray) -> Any:
         """The way of the last hop that was made, one of those for each hop."""
         return ways[-1](x) if self.last is None else jax.lax.switch(self.last, ways, x)
 
@@ -90,7 +91,7 @@ def _computed(ring: Ring, halves: int) -> np.ndarray:
     return computed
 
 
-def _everyone(ring: Ring, ids: Any) -> tuple[str, ...]:
+def _everyone(ring: Ring, ids: object) -> tuple[str, ...]:
     """The mesh axes whose devices have segments of their own: all of them make the same hops, because XLA's program
     has one transfer for all.
     """

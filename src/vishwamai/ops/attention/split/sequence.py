@@ -18,6 +18,7 @@ from vishwamai.core.links import AxisLinks, links_known
 from vishwamai.core.sharding import Axes, assigned, explicit_mesh, follow_explicit_axes, match_varying, mesh_axes
 from vishwamai.core.signature import Signature
 from vishwamai.core.spec import ArraySpec
+from vishwamai.core.types import PyTree
 from vishwamai.ops.attention.op import ATTENTION
 from vishwamai.ops.attention.reference import XLA
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
@@ -194,7 +195,7 @@ def _way(spec: AttentionSpec, mesh: Any, over: tuple[str, ...], implementation: 
     return "ulysses", f"{_SAID['ulysses']}, because a ring declines: {reasons['ring']}"
 
 
-def _of_two(mesh: Any, over: tuple[str, ...]) -> tuple[AxisLinks, AxisLinks] | None:
+def _of_two(mesh: object, over: tuple[str, ...]) -> tuple[AxisLinks, AxisLinks] | None:
     """The links of the axes of a ring and of the last axis, which exchanges heads; None for one axis, or where they are
     not known.
     """
@@ -261,7 +262,7 @@ def _axes(signature: Signature, spec: AttentionSpec, arrays: Operands, with_quer
         split = {"q_len", "kv_len"} if name in ("key", "value", "kv_segment_ids") else {"q_len"}
         return tuple(_SPLIT if factor in split else None if factor == "kv_len" else factor for factor in factors)
 
-    def all_of(tree: Any) -> Any:
+    def all_of(tree: PyTree) -> Any:
         return type(tree)(*(renamed(name, factors) for name, factors in tree._asdict().items()))
 
     merged = frozenset() if with_query else frozenset({_SPLIT})

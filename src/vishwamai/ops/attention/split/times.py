@@ -50,7 +50,7 @@ def estimate_split_attention(
     links: AxisLinks,
     *,
     causal: bool = False,
-    window: Any = None,
+    window: object = None,
     hybrid: tuple[AxisLinks, AxisLinks] | None = None,
 ) -> SplitAttentionEstimate:
     """The times of `flash_attention` whose sequence is split over mesh axes: ring, zig-zag ring, Ulysses, hybrid,

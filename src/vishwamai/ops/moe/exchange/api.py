@@ -19,6 +19,7 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.sharding import match_varying, mesh_axis_size
 from vishwamai.core.spec import as_array, as_jax_dtype
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.moe.exchange.pieces import Pieces, Weights, arrive, depart
 from vishwamai.ops.moe.exchange.times import decide, estimate_exchange
 from vishwamai.ops.moe.exchange.transport import all_to_all, run_experts
@@ -155,7 +156,7 @@ def grouped_gemm_all_to_all(
 def _plain(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> Any:
     """One product of the rows `[devices, room, features]` of all devices."""
 
-    def experts(rows: Any, group_sizes: Any) -> Any:
+    def experts(rows: Any, group_sizes: AnyArray) -> Any:
         return pieces.products(rows, weights, group_sizes)[0]
 
     return run_experts(rows, sizes, experts)
@@ -178,7 +179,7 @@ def _in_pieces(
 
 
 def _checked(
-    name: str, rows: Any, rhs: Any, bias: Any, group_sizes: Any, axis: str, out_dtype: Any
+    name: str, rows: Any, rhs: AnyArray, bias: AnyArray, group_sizes: AnyArray, axis: str, out_dtype: Any
 ) -> tuple[Any, Weights, Any, int, Any]:
     """The arguments as arrays that vary alike, the number of devices, and the dtype of the result.
 

@@ -25,12 +25,13 @@ from vishwamai.core.promotion import by_default
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.core.sharding import match_varying
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.core.weight import Weight
 from vishwamai.ops.moe.api import grouped_gemm
 from vishwamai.ops.moe.dispatch import permute, unpermute
 from vishwamai.ops.moe.exchange.transport import by_expert
 
-Weights = tuple[tuple[Any, Any], ...]
+Weights = tuple[tuple[object, object], ...]
 """Pairs (matrices `[experts, in, out]`, bias `[experts, out]` or None) that multiply the same rows."""
 
 
@@ -63,13 +64,13 @@ class Pieces:
         """The grouped product with each pair of `weights`."""
         return grouped_products(rows, weights, sizes, self.config, self.implementation, self.out_dtype)
 
-    def sent(self, x: Any, distance: int) -> Any:
+    def sent(self, x: AnyArray, distance: int) -> Any:
         """Of `[size, ...]`, the part for the device `distance` places on travels there; its like comes from the device
         as far before.
         """
         return self.shift(jax.lax.dynamic_index_in_dim(x, self.owner(distance), 0, keepdims=False), distance)
 
-    def shift(self, piece: Any, distance: int) -> Any:
+    def shift(self, piece: object, distance: int) -> Any:
         """What the device `distance` places before this one has."""
         if not distance:
             return piece
@@ -79,7 +80,7 @@ class Pieces:
         """The place of the device `distance` places on."""
         return (jax.lax.axis_index(self.axis) + distance) % self.size
 
-    def cut(self, x: Any) -> tuple[Any, ...]:
+    def cut(self, x: AnyArray) -> tuple[Any, ...]:
         """The parts of `[size, ...]` that belong to the devices before this one, in the order of `distances`."""
         return tuple(jax.lax.dynamic_index_in_dim(x, self.owner(-d), 0, keepdims=False) for d in self.distances)
 
@@ -96,13 +97,13 @@ class Pieces:
 
 
 def grouped_products(
-    rows: Any, weights: Weights, sizes: Any, config: Any, implementation: str | None, out_dtype: Any = None
-) -> tuple[Any, ...]:
+    rows: AnyArray, weights: Weights, sizes: AnyArray, config: Any, implementation: str | None, out_dtype: Any = None
+) -> tuple[AnyArray, ...]:
     """The grouped product of the same rows with each pair of `weights`, and the bias of each row's group. A `Weight`
     multiplies by its own rule, whatever the options say.
     """
 
-    def product(rhs: Any, bias: Any) -> Any:
+    def product(rhs: AnyArray, bias: AnyArray) -> AnyArray:
         if isinstance(rhs, Weight):
             out = rhs.grouped(rows, sizes)
         else:
@@ -148,7 +149,7 @@ def depart(pieces: Pieces, rows: Iterable[Any], weights: Weights, arriving: Any)
 
 
 def there_and_back(
-    pieces: Pieces, rows: Any, arriving: Any, first: Weights, unit: Callable[..., Any], last: Weights
+    pieces: Pieces, rows: Any, arriving: object, first: Weights, unit: Callable[..., Any], last: Weights
 ) -> Any:
     """`[size, room, out]`: what the experts of each device make of the rows `[size, room, in]` for it.
 
@@ -171,7 +172,7 @@ def there_and_back_over_two(axes: tuple[str, ...], pieces: Pieces, rows: Any, ar
         arriving, outer, 0, 0
     )  # rows that this device passes on, by the one within that has them
 
-    def exchanged(x: Any) -> Any:
+    def exchanged(x: AnyArray) -> Any:
         return jax.lax.all_to_all(x.reshape(*sizes, room, -1), inner, 1, 1)
 
     choice, place, _ = jax.vmap(functools.partial(by_expert, room=room))(counts)
@@ -209,7 +210,7 @@ def _depart_forward(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _arrive_gradients(pieces: Pieces, saved: Any, dz: Any) -> tuple[Any, Any]:
+def _arrive_gradients(pieces: Pieces, saved: PyTree, dz: Any) -> tuple[Any, Any]:
     came, weights, sizes = saved
     back = (_rows_gradient(pieces, x, weights, n, gradient) for x, n, gradient in zip(came, sizes, dz, strict=True))
     d_rows = pieces.joined((pieces.shift(dx, -d) for d, dx in zip(pieces.distances, back)), 1)
@@ -217,7 +218,7 @@ def _arrive_gradients(pieces: Pieces, saved: Any, dz: Any) -> tuple[Any, Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _depart_gradients(pieces: Pieces, saved: Any, d_out: Any) -> tuple[Any, Any]:
+def _depart_gradients(pieces: Pieces, saved: PyTree, d_out: Any) -> tuple[Any, Any]:
     rows, weights, sizes = saved
     dz = tuple((pieces.sent(d_out, d),) for d in pieces.distances)
     d_rows = tuple(_rows_gradient(pieces, x, weights, n, gradient) for x, n, gradient in zip(rows, sizes, dz))
@@ -247,11 +248,11 @@ def _backward(gradients: Callable[..., Any], pieces: Pieces, saved: Any, cotange
     return *gradients(pieces, saved, cotangent), nothing
 
 
-def _once(gradients: Any, pieces: Pieces, saved: Any, cotangent: Any) -> Any:
+def _once(gradients: PyTree, pieces: Pieces, saved: PyTree, cotangent: AnyArray) -> Any:
     return gradients(pieces, saved, cotangent), None
 
 
-def _twice(pieces: Pieces, saved: Any, cotangents: Any) -> Any:
+def _twice(pieces: Pieces, saved: PyTree, cotangents: PyTree) -> Any:
     raise UnsupportedError(
         "grouped products with their all-to-all in pieces are differentiable once; for a second derivative pass "
         "overlap=False."

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from vishwamai.core.arguments import check_instances, checked, checks_its_own, described
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.links import AxisLinks, estimate_collective
+from vishwamai.core.types import AnyArray
 
 
 @checks_its_own("order")
@@ -165,7 +166,7 @@ def _best_swap(load: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]] | No
     return (full, i), (device, j)
 
 
-def move_experts(tree: Any, old: ExpertPlacement, new: ExpertPlacement) -> Any:
+def move_experts(tree: object, old: ExpertPlacement, new: ExpertPlacement) -> Any:
     """The arrays `[experts, ...]` of a tree, of weights or moments, from one placement to another, bit for bit.
 
     Of an array that is split along its first axis over the devices of this process, experts travel from device to
@@ -183,7 +184,7 @@ def move_experts(tree: Any, old: ExpertPlacement, new: ExpertPlacement) -> Any:
             raise ShapeError(f"move_experts: `{name}` is {described(value)}; pass placements of the same experts.")
     source = old.places[list(new.order)]  # the old place of what each new place holds
 
-    def move(x: Any) -> Any:
+    def move(x: AnyArray) -> Any:
         if not isinstance(x, (jax.Array, np.ndarray)):
             raise ShapeError(f"move_experts: a leaf of `tree` is {described(x)}; pass a pytree of arrays.")
         if not x.ndim or x.shape[0] != len(source):
