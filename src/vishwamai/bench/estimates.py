@@ -38,7 +38,7 @@ def with_gradient(call: Callable[..., Any], outputs: bool = False) -> Callable[.
     forward's result, too.
     """
 
-    def run(*arguments: Any, **how: Any) -> Any:
+    def run(*arguments: object, **how: object) -> Any:
         *arrays, cotangent = arguments
         y, pull = jax.vjp(lambda *arrays: call(*arrays, **how), *arrays)
         gradients = pull(cotangent)

@@ -204,7 +204,7 @@ def _name(node: ast.expr) -> str | None:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
 
 
-def _of(function: str, name: str, node: ast.expr, scope: Mapping[str, Any]) -> tuple[Reader, str] | None:
+def _of(function: str, name: str, node: ast.expr, scope: Mapping[str, object]) -> tuple[Reader, str] | None:
     """What reads one member of a union, and the words for it; None for `Any`."""
     text = _name(node.value if isinstance(node, ast.Subscript) else node)
     if _is_none(node):

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,10 @@ from vishwamai.core.hardware.nodes import memory_nodes
 from vishwamai.core.precision import PrecisionConfig
 from vishwamai.core.target import Target
 from vishwamai.core.types import AnyArray
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 SPLIT_SEQUENCE = ("ring", "zigzag", "ulysses", "hybrid", "gather")
 """What attention can do with a sequence that is split over devices."""
@@ -295,7 +299,7 @@ def cast_for_matmul(*arrays: AnyArray) -> tuple[AnyArray, ...]:
 _FP8 = jnp.finfo(jnp.float8_e4m3fn)
 
 
-def _with_values_of_fp8(x: AnyArray, dtype: Any) -> Any:
+def _with_values_of_fp8(x: AnyArray, dtype: DTypeLike) -> Any:
     """A float operand with the values that e4m3 has under its scale; the gradient passes as if it were not rounded."""
     if not isinstance(x, jax.Array) or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return x

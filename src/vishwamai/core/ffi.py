@@ -14,7 +14,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,10 @@ from vishwamai.core.hardware import CPUS, CpuChip
 from vishwamai.core.hardware.nodes import memory_nodes, usable_processors
 from vishwamai.core.target import Target
 from vishwamai.core.types import AnyArray, PyTree
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 BUILD_HINT = (
     "install a C++20 compiler (`apt-get install g++`); then run `make native` in a checkout of the source, or "
@@ -131,7 +135,7 @@ def chip() -> CpuChip | None:
     return None if _load()[0] is None else CPUS[isa()]
 
 
-def absent(dtype: Any = jnp.float32) -> jax.Array:
+def absent(dtype: DTypeLike = jnp.float32) -> jax.Array:
     """The array that stands for an operand that is not there."""
     return jnp.zeros((0,), dtype)
 

@@ -22,6 +22,7 @@ from vishwamai.core.types import AnyArray, PyTree
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Float, Num, Shaped
 
 INT4 = jnp.dtype(jnp.int4)
@@ -139,7 +140,7 @@ class QTensor:
         """Bytes of values and scales; two 4-bit numbers take one byte, as TPUs hold them."""
         return sum((x.size * bits(x.dtype) + 7) // 8 for x in map(array_spec, (self.values, self.scales)))
 
-    def dequantize(self, dtype: Any = None) -> Float[Array, ...]:
+    def dequantize(self, dtype: DTypeLike | None = None) -> Float[Array, ...]:
         """`values * scales`, computed in float32 (float64 scales: in float64) and rounded once to `dtype` (default:
         what it is computed in).
         """
@@ -163,12 +164,12 @@ class QTensor:
         return f"QTensor({show(self.values)}, {show(self.scales)}, {tail})"
 
 
-def bits(dtype: Any) -> int:
+def bits(dtype: DTypeLike) -> int:
     """Bits of a number as memory on an accelerator holds it: 4 for int4, uint4 and float4_e2m1fn."""
     return 4 if jnp.dtype(dtype) in (INT4, UINT4, FP4) else 8 * jnp.dtype(dtype).itemsize
 
 
-def scale_values(scales: AnyArray, dtype: Any) -> AnyArray:
+def scale_values(scales: AnyArray, dtype: DTypeLike) -> AnyArray:
     """Scales as floats; uint8 ones are the bits of e8m0.
 
     2^-127, the least, is subnormal in float32 and counts as zero where the hardware says so.

@@ -47,7 +47,7 @@ def described(function: F) -> F:
     cached = functools.lru_cache(maxsize=4096, typed=True)(function)
 
     @functools.wraps(function)
-    def described(*arguments: Any, **options: Any) -> Any:
+    def described(*arguments: object, **options: object) -> Any:
         try:
             return cached(*arguments, **options)
         except TypeError:  # an option that cannot be hashed, which the function has its own words for

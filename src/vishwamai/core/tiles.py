@@ -82,7 +82,7 @@ def option(default: Any = dataclasses.MISSING, *, block_size: Resize | None = No
     return _field(default, {"block_size": block_size})
 
 
-def _field(default: Any, metadata: Mapping[str, Any]) -> Any:
+def _field(default: Any, metadata: Mapping[str, object]) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 

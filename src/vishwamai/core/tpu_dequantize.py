@@ -8,7 +8,7 @@ sum has one term.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from jax.experimental import pallas as pl
 
 from vishwamai.core.qtensor import FP4, INT4, scale_values
 from vishwamai.core.types import AnyArray
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,7 @@ def _slice(ref: Any, axis: int, start: Any, size: int) -> jax.Array:
     return ref[:, pl.ds(start, size)] if axis == 1 else ref[pl.ds(start, size), :]
 
 
-def widen(x: jax.Array, dtype: Any, wide: Any) -> jax.Array:
+def widen(x: jax.Array, dtype: DTypeLike, wide: Any) -> jax.Array:
     """x in `wide`, exactly; a float4_e2m1fn is read from its bits, because most chips' compilers have no conversion.
 
     Exponent and mantissa, moved to where float32 has them, give f, which is the number where it is normal (1 and more).
@@ -112,14 +115,14 @@ def _repeat(scales: jax.Array, axis: int, size: int, offset: AnyArray, extent: i
     )
 
 
-def scale_rows(size: int, dtype: Any) -> int:
+def scale_rows(size: int, dtype: DTypeLike) -> int:
     """How deep a tile must be, or divide, so that its blocks' scales fill whole tiles of memory: 8 rows of float32, 32
     of 8 bits.
     """
     return size * (32 if jnp.dtype(dtype).itemsize == 1 else 8)
 
 
-def blocked_operand(dtype: Any, scales: Any, size: int, k_axis: int, tile_k: int, depth: int) -> Operand:
+def blocked_operand(dtype: DTypeLike, scales: Any, size: int, k_axis: int, tile_k: int, depth: int) -> Operand:
     """How tiles of `tile_k` numbers along K are read of a factor with a scale for each `size` of its `depth` along K.
 
     Args:

@@ -92,7 +92,7 @@ class Embedder:
         keys = optimization or Optimization()
 
         @jax.jit
-        def forward(model: Decoder, tokens: Any, mask: Any) -> Any:
+        def forward(model: Decoder, tokens: jax.Array, mask: jax.Array) -> Any:
             with keys.kernels():
                 return pooling(model(tokens), mask)
 
@@ -115,7 +115,7 @@ class Embedder:
         chosen = jnp.asarray(words, jnp.int32)
 
         @jax.jit
-        def forward(model: Decoder, tokens: Any, mask: Any) -> Any:
+        def forward(model: Decoder, tokens: jax.Array, mask: jax.Array) -> Any:
             with keys.kernels():
                 hidden = model(tokens)
                 last = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32) - 1, 0)

@@ -139,7 +139,12 @@ class Passes:
 
 
 def _scores(
-    model: Decoder, hidden: Any, reference: Decoder | None, reference_hidden: Any, rows: Any, targets: Any
+    model: Decoder,
+    hidden: jax.Array,
+    reference: Decoder | None,
+    reference_hidden: jax.Array,
+    rows: Any,
+    targets: jax.Array,
 ) -> tuple[Any, ...]:
     """Losses of the targets `[rows]`; with a reference its losses, the divergences from it, and the agreements, too."""
     logprobs = jax.nn.log_softmax(model.logits(hidden[rows]).astype(jnp.float32))

@@ -124,7 +124,7 @@ def _read(path: Path, arguments: tuple[Any, ...]) -> Any:
         return None
 
 
-def _content(program: Any, arguments: tuple[Any, ...]) -> bytes | None:
+def _content(program: Any, arguments: tuple[object, ...]) -> bytes | None:
     """What a file holds below its digest; None where the program cannot be written."""
     parts = jax_private.serialized(program)
     if parts is None:
@@ -213,7 +213,7 @@ def _kind(x: Any) -> tuple[Any, ...]:
     return x.shape, x.dtype.name, getattr(x, "weak_type", False), place
 
 
-def devices_of(arguments: tuple[Any, ...]) -> set[Any]:
+def devices_of(arguments: tuple[object, ...]) -> set[Any]:
     """Those of the arrays."""
     arrays = (x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array))
     return {device for x in arrays for device in x.devices()}

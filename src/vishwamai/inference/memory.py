@@ -20,6 +20,8 @@ from vishwamai.models.pages import has_states, page_shapes, pages_of, window_rin
 from vishwamai.models.parameters import Parameter, parameter_path, top_parameters
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from vishwamai.models.storage import Storage
 
 
@@ -125,7 +127,7 @@ def ring_pages(rings: Mapping[int, int], limits: Limits) -> dict[int, int]:
 def page_bytes(
     config: ModelConfig,
     page_size: int,
-    dtype: Any,
+    dtype: DTypeLike,
     mesh: Mesh | None = None,
     num_pages: int = 1,
     window_pages: Mapping[int, int] | None = None,

@@ -256,10 +256,10 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array, proposals:
     return _by_row(sampled, logits, rows, allowed)
 
 
-def _by_row(function: Callable[[Array, Rows, Array], Any], logits: Array, rows: Rows, allowed: Array) -> Any:
+def _by_row(function: Callable[[Array, Rows, Array], object], logits: Array, rows: Rows, allowed: Array) -> Any:
     """What a function of rows computes: of one after another on a CPU, of all at once elsewhere."""
 
-    def in_turn(*arrays: Any) -> Any:
+    def in_turn(*arrays: object) -> Any:
         def single(row: Any) -> Any:
             return jax.tree.map(lambda x: x[0], function(*jax.tree.map(lambda x: x[None], row)))
 

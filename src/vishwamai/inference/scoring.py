@@ -51,7 +51,7 @@ class Scorer:
         while self._lengths[-1] < max_length:
             self._lengths.append(min(2 * self._lengths[-1], max_length))
 
-        def scored(model: Decoder, hidden: Any, rows: Any, targets: Any) -> tuple[Any, ...]:
+        def scored(model: Decoder, hidden: jax.Array, rows: Any, targets: jax.Array) -> tuple[Any, ...]:
             with keys.kernels():
                 logits = model.logits(hidden.reshape(-1, hidden.shape[-1])[rows]).astype(jnp.float32)
             logprobs = jax.nn.log_softmax(logits, axis=1)

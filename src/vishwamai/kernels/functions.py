@@ -6,7 +6,7 @@ operation of `vishwamai.torch`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import vishwamai
@@ -19,7 +19,7 @@ from vishwamai.core.types import AnyArray
 from vishwamai.core.value_checks import check_values
 
 
-def _operation(name: str, *arrays: Any, jax_only: bool = False) -> Callable[..., Any]:
+def _operation(name: str, *arrays: object, jax_only: bool = False) -> Callable[..., Any]:
     """`vishwamai`'s operation, or that of `vishwamai.torch` for torch tensors.
 
     Raises:
@@ -35,7 +35,7 @@ def _operation(name: str, *arrays: Any, jax_only: bool = False) -> Callable[...,
     return getattr(operations, name)
 
 
-def _tiles(name: str, block_size: int | None, options: dict[str, Any]) -> dict[str, Any]:
+def _tiles(name: str, block_size: int | None, options: Mapping[str, object]) -> dict[str, Any]:
     """The field of the configuration that a `block_size` is.
 
     Raises:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +100,7 @@ def largest_of(sizes: list[Errors]) -> Errors:
 
 
 def bound(
-    dtype: Any, true: np.ndarray, reference: np.ndarray | None, group: Errors = NONE, unit: float = 0.0
+    dtype: DTypeLike, true: np.ndarray, reference: np.ndarray | None, group: Errors = NONE, unit: float = 0.0
 ) -> Errors:
     """The errors that are allowed: twice the reference's and a floor; for the reference itself (None) a ceiling.
 

@@ -23,6 +23,7 @@ from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Bool, Float, Int
 
 
@@ -169,28 +170,28 @@ def _attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
     return vishwamai.flash_attention(query, key, value, mask=mask)
 
 
-def _linear(x: Any, weight: Any, bias: Any, activation: str | None = None) -> Any:
+def _linear(x: jax.Array, weight: Any, bias: jax.Array, activation: str | None = None) -> Any:
     return vishwamai.gemm(x, weight, bias=bias, activation=activation)
 
 
-def _add_norm(x: Any, residual: Any, scale: Any, offset: Any, eps: float) -> Any:
+def _add_norm(x: jax.Array, residual: jax.Array, scale: Any, offset: jax.Array, eps: float) -> Any:
     return vishwamai.layer_norm(x, scale, offset, eps=eps, residual=residual)[0]
 
 
 OURS = Operations(_attention, _linear, _add_norm)
 
 
-def _plain_attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
+def _plain_attention(query: jax.Array, key: Any, value: Any, mask: jax.Array) -> Any:
     swapped = (x.swapaxes(1, 2) for x in (query, key, value))
     return jax.nn.dot_product_attention(*swapped, mask=mask).swapaxes(1, 2)
 
 
-def _plain_linear(x: Any, weight: Any, bias: Any, activation: str | None = None) -> Any:
+def _plain_linear(x: jax.Array, weight: Any, bias: jax.Array, activation: str | None = None) -> Any:
     y = x @ weight + bias
     return jax.nn.gelu(y, approximate=False) if activation == "gelu" else y
 
 
-def _plain_add_norm(x: Any, residual: Any, scale: Any, offset: Any, eps: float) -> Any:
+def _plain_add_norm(x: jax.Array, residual: jax.Array, scale: Any, offset: jax.Array, eps: float) -> Any:
     total = x + residual
     mean = jnp.mean(total, axis=-1, keepdims=True)
     variance = jnp.var(total, axis=-1, keepdims=True)
@@ -238,7 +239,7 @@ def encode(
     return x.reshape(batch, seq, config.hidden_size)
 
 
-def from_hugging_face(tensors: Mapping[str, Stored], config: BertConfig, dtype: Any = jnp.float32) -> Parameters:
+def from_hugging_face(tensors: Mapping[str, Stored], config: BertConfig, dtype: DTypeLike = jnp.float32) -> Parameters:
     """The tree of parameters from a checkpoint of `transformers.BertModel`, or of a model that has one as its `bert`
     (`roberta`).
 

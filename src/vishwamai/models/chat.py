@@ -75,7 +75,7 @@ class ChatTemplate:
         self._check_loss(program, chat, values, result.text)
         return result
 
-    def _continued(self, program: str, chat: list[forms.Message], values: dict[str, Any]) -> Rendering:
+    def _continued(self, program: str, chat: list[forms.Message], values: Mapping[str, object]) -> Rendering:
         content = chat[-1].get("content") if chat else None
         if isinstance(content, list):
             content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END}]
@@ -90,7 +90,7 @@ class ChatTemplate:
             raise UnsupportedError(f"{self.source}: the chat template leaves the text of the last message out.")
         return Rendering(result.text[:end], tuple((a, min(b, end)) for a, b in result.spans if a < end))
 
-    def _check_loss(self, program: str, chat: list[forms.Message], values: Mapping[str, Any], text: str) -> None:
+    def _check_loss(self, program: str, chat: list[forms.Message], values: Mapping[str, object], text: str) -> None:
         """Raises an error where the template leaves a text out without a word; of an assistant's it logs a line."""
         marked, marks = forms.marked(chat)
         names = {key: value for key, value in values.items() if key != "documents"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,9 @@ from vishwamai.models.text_part import text_tensors
 from vishwamai.models.tied import end_name
 from vishwamai.models.values import read_json
 from vishwamai.parallel import LogicalRules
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 @checked
@@ -337,7 +340,9 @@ def _read(parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], dt
 Readable = Stored | Computed | Decoded
 
 
-def _slice(parameter: Parameter, where: Piece, stored: list[Readable], slices: tuple[slice, ...], dtype: Any) -> Any:
+def _slice(
+    parameter: Parameter, where: Piece, stored: list[Readable], slices: tuple[slice, ...], dtype: DTypeLike
+) -> Any:
     inner = where.index(slices[1:] if where.stacked else slices, parameter.shape)
 
     def read(tensor: Readable) -> np.ndarray:

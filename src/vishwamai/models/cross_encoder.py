@@ -28,6 +28,7 @@ from vishwamai.models.shards import Stored, read_index
 from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
     from jaxtyping import Float
 
 _ACTIVATIONS = ("Sigmoid", "Identity")
@@ -43,7 +44,15 @@ class Head(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "pooling", "sigmoid"))
 def _judged(
-    parameters: Any, head: Head, tokens: Any, mask: Any, types: Any, *, config: Any, pooling: Any, sigmoid: bool
+    parameters: Any,
+    head: Head,
+    tokens: jax.Array,
+    mask: jax.Array,
+    types: jax.Array,
+    *,
+    config: Any,
+    pooling: Any,
+    sigmoid: bool,
 ) -> Any:
     states = config.encode(parameters, tokens, mask, types, bert.OURS)
     pooled = pooling(states, mask).astype(head.dense.weight.dtype)
@@ -80,7 +89,7 @@ class CrossEncoder:
     sigmoid: bool
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, *, dtype: Any = jnp.float32) -> CrossEncoder:
+    def from_pretrained(cls, directory: str | Path, *, dtype: DTypeLike = jnp.float32) -> CrossEncoder:
         """Reads a directory with a model for sequence classification that has one label.
 
         Args:
@@ -146,7 +155,7 @@ class CrossEncoder:
 
 
 def read_head(
-    tensors: Mapping[str, Stored], config: EncoderConfig, values: Mapping[str, Any], path: Path, dtype: Any
+    tensors: Mapping[str, Stored], config: EncoderConfig, values: Mapping[str, Any], path: Path, dtype: DTypeLike
 ) -> tuple[Head, Pooling]:
     """The judge of a checkpoint for sequence classification, and the pooling before it.
 
@@ -180,7 +189,7 @@ def read_head(
     return head, Pooling(mode, normalize=False)
 
 
-def _activation(values: Mapping[str, Any], directory: Path) -> str:
+def _activation(values: Mapping[str, object], directory: Path) -> str:
     """The function of the logit, as sentence-transformers names it; by default the sigmoid."""
     settings, path = values.get("sentence_transformers"), directory / "config_sentence_transformers.json"
     name = settings.get("activation_fn") if isinstance(settings, Mapping) else None

@@ -28,6 +28,7 @@ from vishwamai.models.periods import Segment, segments, stacks_layers
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Float, Int
 
 Make = Callable[[str, Parameter, tuple[int, ...] | None], Any]
@@ -296,7 +297,7 @@ def run_segment(
     return carry, pools, loads
 
 
-def _random(config: ModelConfig, rngs: nnx.Rngs, dtype: Any) -> Make:
+def _random(config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> Make:
     """Parameters as transformers starts them: normal weights, norms that do nothing, no biases."""
 
     def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:

@@ -24,6 +24,7 @@ from vishwamai.models.sentence_files import Dense, Normalize, read_sentence_file
 from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
     from jaxtyping import Bool, Float, Int
 
 _STEP = 16
@@ -31,7 +32,9 @@ _STEP = 16
 
 
 @functools.partial(jax.jit, static_argnames=("config", "pooling", "operations"))
-def _embed(parameters: Any, head: Any, tokens: Any, mask: Any, *, config: Any, pooling: Any, operations: Any) -> Any:
+def _embed(
+    parameters: Any, head: Any, tokens: jax.Array, mask: jax.Array, *, config: Any, pooling: Any, operations: Any
+) -> Any:
     vectors = pooling(config.encode(parameters, tokens, mask, None, operations), mask)
     for module in head:
         vectors = module(vectors)
@@ -68,7 +71,7 @@ class SentenceEncoder:
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | Path, *, dtype: Any = jnp.float32, operations: bert.Operations = bert.OURS
+        cls, directory: str | Path, *, dtype: DTypeLike = jnp.float32, operations: bert.Operations = bert.OURS
     ) -> SentenceEncoder:
         """Reads a directory: `config.json`, safetensors, `tokenizer.json`, and the files of sentence-transformers
         (`modules.json`, `sentence_bert_config.json`, prompts) where they exist. Without `modules.json` a vector is the

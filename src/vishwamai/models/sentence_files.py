@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,10 @@ from vishwamai.models.encoder_tensors import Linear, TensorReader
 from vishwamai.models.pooling import Pooling, read_mode
 from vishwamai.models.shards import read_header
 from vishwamai.models.values import check_value, read_json
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 _ACTIVATIONS = {
     "Identity": lambda x: x,
@@ -80,7 +84,7 @@ class SentenceFiles:
     default_name: str | None = None
 
 
-def read_sentence_files(directory: Path, dtype: Any = jnp.float32) -> SentenceFiles:
+def read_sentence_files(directory: Path, dtype: DTypeLike = jnp.float32) -> SentenceFiles:
     """The modules of a directory; without `modules.json` the mean of the states, as sentence-transformers does it.
 
     Raises:
@@ -119,7 +123,7 @@ def read_sentence_files(directory: Path, dtype: Any = jnp.float32) -> SentenceFi
     return SentenceFiles(folder, Pooling(mode, first), tuple(head[first:]), prompts, default, names, default_name)
 
 
-def _dense(folder: Path, dtype: Any) -> Dense:
+def _dense(folder: Path, dtype: DTypeLike) -> Dense:
     path = folder / "config.json"
     values = read_json(path)
     for key in ("in_features", "out_features"):

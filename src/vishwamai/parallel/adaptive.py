@@ -182,7 +182,7 @@ def _last_names(path: str, leaf: Any, named: Mapping[str, Names]) -> tuple[str, 
     return tuple(f"{path}:{i}" if name is None else name for i, name in enumerate(pair))  # type: ignore[return-value]
 
 
-def _names_of_vector(path: str, leaf: Any, named: Mapping[str, Names], rules: Mapping[str, Any]) -> Names | None:
+def _names_of_vector(path: str, leaf: Any, named: Mapping[str, Names], rules: Mapping[str, object]) -> Names | None:
     """Names of an array of one axis, as far as the rules have them."""
     if not np.ndim(leaf):
         return None

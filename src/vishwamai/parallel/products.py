@@ -33,6 +33,7 @@ from vishwamai.parallel.ring_products import Static, gathered_gated, gathered_pr
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Float
 
 _Kind = Literal["all_gather", "reduce_scatter"]
@@ -267,7 +268,7 @@ def _rings(
     return overlap and size > 1
 
 
-def _result(name: str, x: AnyArray, out_dtype: Any) -> jnp.dtype:
+def _result(name: str, x: AnyArray, out_dtype: DTypeLike | None) -> jnp.dtype:
     return x.dtype if out_dtype is None else as_jax_dtype(name, "out_dtype", out_dtype)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vishwamai.core.errors import ConfigError, DeviceError
@@ -123,7 +123,7 @@ def _listening(address: str) -> socket.socket:
         ) from error
 
 
-def _admit(message: dict[str, Any] | None, connection: Any, present: dict[int, Any], count: int) -> None:
+def _admit(message: Mapping[str, object] | None, connection: Any, present: dict[int, Any], count: int) -> None:
     process = (message or {}).get("process")
     if message is None or not isinstance(process, int):
         return  # someone else on the network
@@ -139,7 +139,7 @@ def _admit(message: dict[str, Any] | None, connection: Any, present: dict[int, A
     present[process] = connection
 
 
-def _send(connection: socket.socket, value: dict[str, Any]) -> None:
+def _send(connection: socket.socket, value: Mapping[str, object]) -> None:
     with contextlib.suppress(OSError):  # it has gone: the roll call's own timeout names it
         connection.sendall(json.dumps(value).encode() + b"\n")
 

@@ -188,7 +188,7 @@ def _check_leaf(where: str, leaf: PyTree) -> None:
         raise ShapeError(f"shard: {where or 'the tree'} is {described(leaf)}; pass arrays or jax.ShapeDtypeStructs.")
 
 
-def path_text(path: Any) -> str:
+def path_text(path: jax.tree_util.KeyPath) -> str:
     """A leaf's path as errors, tables and `axes` write it.
 
     >>> path_text((jax.tree_util.DictKey("layers"), jax.tree_util.SequenceKey(0)))

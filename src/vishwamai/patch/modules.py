@@ -293,7 +293,7 @@ def with_rope(module: nn.Module) -> Callable[..., Any] | None:
     return _with_globals(type(module).forward, apply_rotary_pos_emb=rotate)
 
 
-def _with_globals(function: object, **names: Any) -> types.FunctionType | None:
+def _with_globals(function: object, **names: object) -> types.FunctionType | None:
     """A copy of a function, its decorators kept, that finds `names` among its globals; None where a decorator is no
     function that holds the decorated one in a variable of its own, as those do that rename an argument.
     """
@@ -338,7 +338,7 @@ def with_loss(model: Any) -> Callable[..., Any]:
     parameters = inspect.signature(theirs)
 
     @can_return_tuple
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> Any:
         call = parameters.bind(self, *args, **kwargs).arguments
         more = call.pop("kwargs", {})
         labels, keep = call.pop("labels", None), call.pop("logits_to_keep", 0)
@@ -361,7 +361,7 @@ def _causal_loss(
     num_items_in_batch: Any = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
-    **options: Any,
+    **options: object,
 ) -> Tensor:
     """transformers' `ForCausalLMLoss` of the hidden states."""
     head = model.get_output_embeddings()

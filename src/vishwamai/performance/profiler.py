@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,10 @@ from vishwamai.measure.trace import OperationTime, operation_times, record_trace
 from vishwamai.performance.profile_results import ProfileResults, TargetEstimate
 from vishwamai.performance.usage import counted_peak, planned_memory
 from vishwamai.planning.memory.compiler import verify
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 _NAME = "profile_execution"
 _MOST_STEPS = 100_000
@@ -284,7 +288,7 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < 2**31)
 
 
-def _number_dtype(dtype: Any) -> np.dtype[Any]:
+def _number_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     try:
         number_dtype = jnp.dtype(dtype)
     except Exception as error:

@@ -188,7 +188,7 @@ def backward(
     return _pass(plan, "backward", run, arguments)
 
 
-def _pass(plan: CallPlan, direction: str, run: Callable[[], Any], arguments: tuple[PyTree, ...]) -> PyTree:
+def _pass(plan: CallPlan, direction: str, run: Callable[[], object], arguments: tuple[PyTree, ...]) -> PyTree:
     """The results of a pass, which an observer may run in our place, several times to measure it."""
     observer = observe.interceptor()
     if observer is None:

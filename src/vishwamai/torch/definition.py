@@ -39,7 +39,7 @@ def gradients_tangent(
     return _computed(_gradients_tangent(op, spec), operands, directions, cotangents, cotangent_directions)
 
 
-def _computed(function: Callable[..., Any], operands: PyTree, *more: Any) -> Any:
+def _computed(function: Callable[..., Any], operands: PyTree, *more: object) -> Any:
     """The function's results on the device of the operands."""
     device = operands[0].device
     results = bridge.on_cpu(function, *jax.tree.map(Tensor.cpu, (operands, *more)))

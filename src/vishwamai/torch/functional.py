@@ -42,7 +42,7 @@ class Functions:
         of = self._of
         return (of._forward if only_computes(arguments[: self._count]) else of._forward_op)(*arguments)
 
-    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def _setup(self, ctx: Any, inputs: tuple[object, ...], output: Any) -> None:
         """Everything is saved: a tangent of the gradient is a function of the operands, whatever the kernels read."""
         of, outputs = self._of, output if isinstance(output, tuple) else (output,)
         tensors = inputs[: self._count]
@@ -77,16 +77,16 @@ class Functions:
         results_tangents = results_tangents if isinstance(results_tangents, tuple) else (results_tangents,)
         return returned([*results_tangents, *[None] * (results - len(results_tangents))])
 
-    def _vmap(self, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+    def _vmap(self, info: Any, in_dims: Sequence[object], *arguments: object) -> Any:
         of = self._of
         roles = None if of.one_by_one else of._roles
         return batching.mapped(self.forward.apply, roles, self._count, info, in_dims, arguments)
 
-    def _run_backward(self, *arguments: Any) -> Any:
+    def _run_backward(self, *arguments: object) -> Any:
         of, primals = self._of, arguments[: -self._count]
         return (of._backward if only_computes(primals[: len(of._backward_fields)]) else of._backward_op)(*primals)
 
-    def _setup_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def _setup_backward(self, ctx: Any, inputs: tuple[object, ...], output: Any) -> None:
         of, outs = self._of, len(self._of.outputs._fields)
         ctx.set_materialize_grads(False)
         ctx.rest = inputs[len(of._backward_fields) : -self._count]
@@ -98,7 +98,7 @@ class Functions:
         directions = [None if t is None or not t.is_floating_point() else t for t in directions]
         return self._backward_tangents_op(*ctx.saved_tensors, *directions, *ctx.rest)
 
-    def _vmap_backward(self, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+    def _vmap_backward(self, info: Any, in_dims: Sequence[object], *arguments: object) -> Any:
         of, count = self._of, len(arguments) - self._count
         if not only_computes(()):  # another transform is around this one, and differentiates the operands
             return batching.mapped(self._of_backward.apply, None, 0, info, in_dims, arguments)
@@ -111,7 +111,7 @@ class Functions:
         of, fields = self._of, self._of.kind._fields
         tensors = [f"Tensor? {n}" for n in fields] + [f"Tensor? t_{n}" for n in fields]
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: object) -> Any:
             x, t = (of.kind(*arguments[start:][: self._count]) for start in (0, self._count))
             return of._outputs_tangent(x, t, arguments[2 * self._count :])
 
@@ -129,7 +129,7 @@ class Functions:
         tensors = [f"Tensor? {n}" for n in fields] + [f"Tensor? t_{n}" for n in fields]
         rest = [*of._option_texts, *(f"bool of_{n}" for n in of.lazy)]
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: object) -> Any:
             size = len(fields)
             sides = arguments[:size], arguments[size : 2 * size]
             of_outputs = [of.outputs(*side[:outs]) for side in sides]
@@ -151,7 +151,7 @@ class Functions:
         op = of._custom_op(f"{of.name}_{name}", run, of._schema([*tensors, *rest], results), fake)
         batching.register(op, None, 0)
 
-        def forward(*arguments: Any) -> Any:
+        def forward(*arguments: object) -> Any:
             return (run if only_computes(arguments[: len(tensors)]) else op)(*arguments)
 
         def no_derivative(ctx: object, *directions: object) -> Any:
@@ -160,7 +160,7 @@ class Functions:
                 "forward over reverse (torch.func.hessian)."
             )
 
-        def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+        def vmap(info: Any, in_dims: Sequence[object], *arguments: object) -> Any:
             return batching.mapped(function.apply, None, 0, info, in_dims, arguments)
 
         function = _function(op._name, forward, lambda ctx, inputs, output: None, no_derivative, no_derivative, vmap)

@@ -48,7 +48,7 @@ def scale_by_adam(
         return Moments(jnp.zeros((), jnp.int32), mu, jax.tree.map(jnp.zeros_like, params))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, *, good: Any = True, **_: Any
+        updates: PyTree, state: Any, params: PyTree = None, *, good: Any = True, **_: object
     ) -> tuple[PyTree, Moments]:
         del params
         good = jnp.asarray(good)

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ def _item_type(section: type, name: str) -> Any:
     return None
 
 
-def _override(values: dict[str, Any], text: str) -> None:
+def _override(values: Mapping[str, object], text: str) -> None:
     path, equals, value = text.partition("=")
     if not equals or not path:
         raise ConfigError(f"config: the override {text!r} is not of the form section.key=value.")

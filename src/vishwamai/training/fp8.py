@@ -197,7 +197,7 @@ class FP8Optimizer:
                 shapes[name] = leaf.shape[: leaf.ndim - rank]
         return shapes
 
-    def _scale(self, path: Any, history: Any, before: Any) -> Any:
+    def _scale(self, path: jax.tree_util.KeyPath, history: Any, before: Any) -> Any:
         form = E5M2 if path[-1].key == "gradient" else E4M3
         now = scale_of(history.max(axis=-1), form, self.margin)
         return now if self.dynamic_scale else jnp.where(before > 0, before, now)
@@ -218,7 +218,7 @@ def detach(attached: PyTree) -> PyTree:
     """The tree that `attach` took, of the one that it gave or of its gradients."""
     scales: dict[str, dict[str, Any]] = {}
 
-    def detached(path: Any, leaf: Any) -> Any:
+    def detached(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         if not isinstance(leaf, FP8Weight):
             return leaf
         if leaf.scales:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -90,7 +91,7 @@ class _Narrow(NamedTuple):
     largest: Any
 
 
-def _narrow(recipe: Recipe, x: Any, scale: Any, form: Any) -> _Narrow:
+def _narrow(recipe: Recipe, x: jax.Array, scale: Any, form: Any) -> _Narrow:
     """Rounds an array to 8 bits; what is beyond the format's largest number becomes it, and NaN stays NaN."""
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), initial=0.0)
@@ -107,16 +108,16 @@ def _blocks(x: Any, axis: int) -> Any:
     return vishwamai.quantize(x, "fp8_e4m3", axis=axis, block_size=BLOCK)
 
 
-def _flat(x: Any) -> Any:
+def _flat(x: jax.Array) -> Any:
     return x.reshape(-1, x.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(form: _Form, x: Any, weight: Any, scales: dict[str, Any]) -> Any:
+def _product(form: _Form, x: jax.Array, weight: Any, scales: Mapping[str, object]) -> Any:
     return _product_forward(form, x, weight, scales)[0]
 
 
-def _product_forward(form: _Form, x: Any, weight: Any, scales: dict[str, Any]) -> tuple[Any, Any]:
+def _product_forward(form: _Form, x: jax.Array, weight: Any, scales: Mapping[str, object]) -> tuple[Any, Any]:
     if form.recipe.scaling == "block":
         return vishwamai.gemm(_blocks(x, -1), _blocks(weight, -2), out_dtype=form.out), (x, weight)
     a = _narrow(form.recipe, x, scales.get("input"), E4M3)
@@ -125,7 +126,7 @@ def _product_forward(form: _Form, x: Any, weight: Any, scales: dict[str, Any]) -
     return out, (a, b, scales.get("gradient"))
 
 
-def _product_backward(form: _Form, saved: PyTree, g: Any) -> tuple[Any, Any, dict[str, Any]]:
+def _product_backward(form: _Form, saved: PyTree, g: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
     if form.recipe.scaling == "block":
         x, weight = saved
         dx = vishwamai.gemm(_blocks(g, -1), _blocks(weight, -1), transpose_b=True, out_dtype=form.input)
@@ -162,7 +163,9 @@ def _rounded(recipe: Recipe, x: Any, scale: Any, kind: Any, axis: int) -> _Narro
     return narrow._replace(values=narrow.values.astype(jnp.bfloat16))
 
 
-def _grouped_forward(form: _Form, x: Any, weight: Any, scales: dict[str, Any], sizes: Any) -> tuple[Any, Any]:
+def _grouped_forward(
+    form: _Form, x: jax.Array, weight: Any, scales: Mapping[str, object], sizes: Any
+) -> tuple[Any, Any]:
     a = _rounded(form.recipe, x, scales.get("input"), E4M3, -1)
     b = _rounded(form.recipe, weight, scales.get("weight"), E4M3, -2)
     out = vishwamai.grouped_gemm(a.values, b.values, sizes, out_dtype=jnp.float32) * (a.scale * b.scale)
@@ -175,7 +178,7 @@ def _stored(narrow: _Narrow) -> _Narrow:
     return narrow._replace(values=narrow.values.astype(E4M3))
 
 
-def _grouped_backward(form: _Form, saved: PyTree, g: Any) -> tuple[Any, Any, dict[str, Any], None]:
+def _grouped_backward(form: _Form, saved: PyTree, g: jax.Array) -> tuple[Any, Any, dict[str, Any], None]:
     a, b, scale, sizes = saved
     block = form.recipe.scaling == "block"
     c = _rounded(form.recipe, g, scale, E5M2, -1)
@@ -197,7 +200,7 @@ def _grouped_backward(form: _Form, saved: PyTree, g: Any) -> tuple[Any, Any, dic
     return dx.astype(form.input), dw.astype(form.weight), magnitudes, None
 
 
-def _pull(operands: tuple[Any, Any], sizes: Any, cotangent: Any) -> tuple[Any, Any]:
+def _pull(operands: tuple[object, object], sizes: Any, cotangent: jax.Array) -> tuple[Any, Any]:
     """The gradients of a grouped product by its two operands; the one that is not used is not computed."""
     return jax.vjp(lambda lhs, rhs: vishwamai.grouped_gemm(lhs, rhs, sizes), *operands)[1](cotangent)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ from vishwamai.training.sharding import (
     is_quantized,
     split_axis,
 )
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 def gathered(x: Any, axis: int, over: str) -> Any:
@@ -81,7 +84,7 @@ def gather_parameters(layout: Layout, arrays: PyTree) -> PyTree:
     if layout.mesh is None:
         return arrays
 
-    def gather(path: Any, x: Any) -> Any:
+    def gather(path: jax.tree_util.KeyPath, x: Any) -> Any:
         return gather_parameter(layout, parameter_name(path), x)
 
     return jax.tree_util.tree_map_with_path(gather, arrays, is_leaf=is_quantized)
@@ -95,7 +98,7 @@ def summed(layout: Layout, gradients: PyTree) -> PyTree:
     gradients of layers come out of a loop of their own.
     """
 
-    def settle(path: Any, g: Any) -> Any:
+    def settle(path: jax.tree_util.KeyPath, g: Any) -> Any:
         split = split_axis(layout.axes, parameter_name(path)) is not None
         return jax.lax.optimization_barrier(g) if split and not of_layers(path) else g
 
@@ -218,7 +221,7 @@ class Rounding:
     def places(self, params: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         """What gradients are taken of, and a function from that to the parameters of a loss that calls `gather`."""
 
-        def place(path: Any, x: Any) -> Any:
+        def place(path: jax.tree_util.KeyPath, x: Any) -> Any:
             return jnp.zeros(x.shape, self.stored) if self._rounds(parameter_name(path)) else x
 
         def joined(path: Any, x: Any, of: Any) -> Any:
@@ -232,7 +235,7 @@ class Rounding:
     def gather(self, arrays: PyTree) -> PyTree:
         """As `gather_parameters`, of parameters some of which are `Rounded`."""
 
-        def gather(path: Any, x: Any) -> Any:
+        def gather(path: jax.tree_util.KeyPath, x: Any) -> Any:
             name = parameter_name(path)
             if not self._rounds(name):
                 return gather_parameter(self.layout, name, x)
@@ -273,7 +276,7 @@ def keeps_narrow(config: TrainConfig, sizes: Mapping[str, int]) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _rounded_whole(x: Any, gradient: AnyArray, axis: int | None, sums: AnyArray, dtype: Any) -> Any:
+def _rounded_whole(x: Any, gradient: AnyArray, axis: int | None, sums: AnyArray, dtype: DTypeLike) -> Any:
     """The parts of `x` in bfloat16, gathered along an axis where it is given.
 
     Args:
@@ -284,11 +287,11 @@ def _rounded_whole(x: Any, gradient: AnyArray, axis: int | None, sums: AnyArray,
     return narrow if axis is None else gathered(narrow, axis, "fsdp")
 
 
-def _forward(x: Any, gradient: Any, axis: int | None, sums: Any, dtype: Any) -> tuple[Any, None]:
+def _forward(x: Any, gradient: Any, axis: int | None, sums: Any, dtype: DTypeLike) -> tuple[Any, None]:
     return _rounded_whole(x, gradient, axis, sums, dtype), None
 
 
-def _backward(axis: int | None, sums: Any, dtype: Any, _: None, g: Any) -> tuple[None, Any]:
+def _backward(axis: int | None, sums: Any, dtype: DTypeLike, _: None, g: Any) -> tuple[None, Any]:
     if axis is not None:
         # The transpose of the gather: each device adds up and keeps its own part.
         g = jax.lax.psum_scatter(g.astype(sums), "fsdp", scatter_dimension=axis + g.ndim, tiled=True)

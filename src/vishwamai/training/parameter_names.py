@@ -10,7 +10,7 @@ LAYERS = "layers"
 """Key of the layers in a tree of parameters."""
 
 
-def parameter_name(path: Any) -> str:
+def parameter_name(path: jax.tree_util.KeyPath) -> str:
     """The name of the parameter at a path of a tree, the last of its keys; what is below a parameter, such as the parts
     of a quantized moment, has no keys. The arrays of an adapter are below the path of its weight: "query/down".
     """
@@ -33,6 +33,6 @@ def in_layers(key: Any) -> bool:
     return key == LAYERS or (isinstance(key, str) and key.startswith(f"{LAYERS}/"))
 
 
-def of_layers(path: Any) -> bool:
+def of_layers(path: jax.tree_util.KeyPath) -> bool:
     """Whether a leaf belongs to layers."""
     return any(in_layers(getattr(entry, "key", None)) for entry in path)

@@ -48,7 +48,7 @@ def checkpoint_blocks(model: nnx.Module | linen.Module, policy: str) -> nnx.Modu
     return _linen(model, policy) if isinstance(model, linen.Module) else _nnx(model, policy)
 
 
-def _alike(siblings: Mapping[Path, Any]) -> tuple[Path, ...]:
+def _alike(siblings: Mapping[Path, object]) -> tuple[Path, ...]:
     """The topmost paths with a sibling that is alike; the children of the root where there are none.
 
     Args:
@@ -80,7 +80,7 @@ def _nnx(model: nnx.Module, policy: str) -> nnx.Module:
 def _checkpointed_class(kind: Any, policy: str) -> Any:
     """The class with its call checkpointed; one per class, so that programs are compiled once."""
 
-    def __call__(self: Any, *args: Any, **options: Any) -> Any:
+    def __call__(self: Any, *args: object, **options: object) -> Any:
         leaves, treedef = jax.tree.flatten((args, options))
         traced = [isinstance(leaf, jax.typing.ArrayLike) and hasattr(leaf, "dtype") for leaf in leaves]
 
@@ -117,7 +117,7 @@ def _linen(model: linen.Module, policy: str) -> linen.Module:
 
 @functools.cache
 def _checkpointed_linen(kind: Any, policy: str) -> Any:
-    def __call__(self: Any, *args: Any, **options: Any) -> Any:
+    def __call__(self: Any, *args: object, **options: object) -> Any:
         blocks = _linen_blocks(self.variables.get("params", {}))
         root = len(self.path)
 

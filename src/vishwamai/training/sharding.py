@@ -106,7 +106,7 @@ class Layout:
         """
         return jax.tree_util.tree_map_with_path(lambda path, leaf: self._spec(path, leaf.shape, placed), tree)
 
-    def _spec(self, path: Any, shape: tuple[int, ...], placed: bool) -> PartitionSpec:
+    def _spec(self, path: jax.tree_util.KeyPath, shape: tuple[int, ...], placed: bool) -> PartitionSpec:
         name = parameter_name(path)
         spec: list[str | None] = [None] * len(shape)
         if placed and self.staged(path) and shape and shape[0] % self.stages == 0:  # the axis of stacked layers
@@ -128,7 +128,7 @@ class Layout:
         """Over how many devices the layers are split."""
         return 1 if self.mesh is None else self.mesh.shape[PIPELINE]
 
-    def staged(self, path: Any) -> bool:
+    def staged(self, path: jax.tree_util.KeyPath) -> bool:
         """Whether a leaf belongs to layers that stages share out."""
         return self.stages > 1 and of_layers(path)
 

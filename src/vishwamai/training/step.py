@@ -303,7 +303,7 @@ def accumulated(
         return part(batch)
     parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
-    def join(path: Any, total: AnyArray, part: AnyArray) -> AnyArray:
+    def join(path: jax.tree_util.KeyPath, total: AnyArray, part: AnyArray) -> AnyArray:
         part = part.astype(total.dtype)
         # path[0] is 0 for the gradients, path[1] their first name.
         return jnp.maximum(total, part) if path[1] == jax.tree_util.DictKey(SCALES) else total + part

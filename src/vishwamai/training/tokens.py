@@ -381,7 +381,7 @@ def _sample(limit: int, sources: Iterable[SourceSection]) -> Iterator[str]:
                 break
 
 
-def _words(message: Mapping[str, Any]) -> str:
+def _words(message: Mapping[str, object]) -> str:
     """The text of a message, whose content may be a list of parts."""
     content = message.get("content")
     if isinstance(content, list):

@@ -146,7 +146,7 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _sharding(leaf: Any, devices: tuple[Any, ...], target: str) -> jax.sharding.Sharding:
+def _sharding(leaf: Any, devices: tuple[object, ...], target: str) -> jax.sharding.Sharding:
     """Where an argument lies on the target: its own NamedSharding carried over axis by axis, else replicated."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
@@ -165,7 +165,7 @@ def _sharding(leaf: Any, devices: tuple[Any, ...], target: str) -> jax.sharding.
     return NamedSharding(Mesh(np.asarray(devices, dtype=object), ("devices",)), PartitionSpec())
 
 
-def _in_order(tree: object, devices: tuple[Any, ...]) -> tuple[Any, ...]:
+def _in_order(tree: object, devices: tuple[object, ...]) -> tuple[Any, ...]:
     """The devices in the order of the first mesh that is made of them, such as a ring; else as they are."""
     for leaf in jax.tree.leaves(tree):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)

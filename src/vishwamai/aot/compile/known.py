@@ -71,7 +71,7 @@ def _inner(equation: Any) -> Iterator[tuple[str, Any, Sequence[Any]]]:
                 yield key, part, ()
 
 
-def _inside(equation: Any, key: str, body: Any, values: Sequence[Any]) -> list[Any]:
+def _inside(equation: Any, key: str, body: Any, values: Sequence[object]) -> list[Any]:
     """What is known inside a loop or a branch: what is the same in every turn, and all operands of a branch."""
     arguments: list[Any] = [UNKNOWN] * len(body.invars)
     if equation.primitive.name == "cond":
@@ -96,7 +96,7 @@ def _size(equation: Any) -> int:
 
 
 def _walk(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], outputs: list[Any]
+    jaxpr: Any, consts: Sequence[object], inputs: Sequence[object], outputs: list[Any]
 ) -> list[tuple[str, dict[int, np.ndarray]]]:
     """Folds one jaxpr; fills `outputs` with what its results are and returns the kernels met."""
     environment: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))

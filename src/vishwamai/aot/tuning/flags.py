@@ -247,7 +247,7 @@ def _default_tries(chip: TpuChip) -> tuple[list[tuple[str, Any]], list[str]]:
     return tries, untried
 
 
-def _requested_tries(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _requested_tries(options: Mapping[str, object]) -> list[tuple[str, Any]]:
     """The caller's values, checked."""
     if not options:
         raise ShapeError(f"{_NAME}: `options` is empty; pass a list of values for each option, or None.")

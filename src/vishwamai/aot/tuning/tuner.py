@@ -116,10 +116,10 @@ class Search:
         arrays = arguments(case)
         differentiated = case.differentiable
 
-        def forward(**values: Any) -> Any:
+        def forward(**values: object) -> Any:
             return case.run(values, implementation=name, config=config)
 
-        def forward_and_backward(values: dict[str, Any], fixed: dict[str, object], cotangents: AnyArray) -> Any:
+        def forward_and_backward(values: Mapping[str, object], fixed: dict[str, object], cotangents: AnyArray) -> Any:
             out, pull = jax.vjp(lambda v: forward(**v, **fixed), values)
             return out, pull(cotangents)
 

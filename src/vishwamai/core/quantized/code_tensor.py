@@ -23,6 +23,7 @@ from vishwamai.core.qtensor import expand, scale_values
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Float, Num, UInt8
 
 SCALES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "e8m0": "uint8"}
@@ -169,7 +170,7 @@ class CodeTensor:
         """Bytes of codes, scales and zero points."""
         return sum(x.size * x.dtype.itemsize for x in (self.codes, self.scales, self.zeros) if x is not None)
 
-    def dequantize(self, dtype: Any = None) -> Float[Array, "*lead K N"]:
+    def dequantize(self, dtype: DTypeLike | None = None) -> Float[Array, "*lead K N"]:
         """The weight, computed in float32 and rounded once to `dtype` (default: float32)."""
         k, form = self.matrix[0], self.format
         levels = _levels(self.codes, form)[..., :k, :]

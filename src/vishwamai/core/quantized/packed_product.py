@@ -12,7 +12,7 @@ sums are float32, and the scale of a block comes after its sum.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,10 @@ from vishwamai.core.quantized.packed_qtensor import KINDS, PackedQTensor, scaled
 from vishwamai.core.spec import OpSpec, array_spec
 from vishwamai.core.target import Target
 from vishwamai.core.types import AnyArray
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 ROUNDED_BLOCK = 128  # numbers of a row of x that share a scale, where the weight's columns have one each
 _HANDLER = "vishwamai_quantized_multiply"
@@ -197,7 +201,7 @@ def packed_product(
     bias: AnyArray = None,
     sizes: Any = None,
     activation: str | None = None,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Any:
     """`[..., N]` of x `[..., K]`; `function` is the public function, for errors.

@@ -180,7 +180,7 @@ class _Trials:
         return process
 
     @staticmethod
-    def _send(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
+    def _send(process: subprocess.Popen[bytes], message: Mapping[str, object]) -> None:
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(message).encode() + b"\n")

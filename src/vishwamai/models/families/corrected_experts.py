@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _SIGMOID = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid", "noaux_tc"), "moe_layer_freq": (1,)}
 
 
-def _bailing(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _bailing(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     """The keys of Ling and Ring, versions 1 and 2, without those that others state too.
 
     Raises:
@@ -60,7 +60,7 @@ def _bailing_further(config: ModelConfig) -> Mapping[str, Any]:
     return {"moe_router_enable_expert_bias": config.experts.method == "noaux_tc"}
 
 
-def _minimax(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _minimax(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     """The keys of MiniMax M2 without the types of its layers, all of which attend to everything.
 
     Raises:

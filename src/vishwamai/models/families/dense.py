@@ -63,7 +63,7 @@ _CWM_ROPE = {
 }
 
 
-def _cwm(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _cwm(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     """The keys of CWM, of whose layers every fourth one from the first on attends to everything by default."""
     count = values.get("num_hidden_layers")
     if values.get("layer_types") is not None or not isinstance(count, int) or count > MOST_LAYERS:
@@ -72,7 +72,7 @@ def _cwm(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     return {**values, "layer_types": types}
 
 
-def _hyperclovax(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _hyperclovax(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     """The keys of HyperCLOVA X with the factor of attention's logits, which by default is that of the head's size."""
     dim, hidden, heads = (values.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
     if dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:

@@ -42,7 +42,7 @@ _GRANITE_TENSORS = {
 }
 
 
-def _granite_shared(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _granite_shared(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     """The keys of Granite with a shared expert, without the size of one that is absent."""
     return {key: value for key, value in values.items() if key != "shared_intermediate_size" or value != 0}
 
@@ -52,7 +52,7 @@ def _granite_shared_further(config: ModelConfig) -> Mapping[str, Any]:
     return {"shared_intermediate_size": config.experts.shared_size or 0}
 
 
-def _phimoe(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _phimoe(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     """The keys of Phi-3.5-MoE, whose class computes a stretched rotation in a form of its own.
 
     Raises:

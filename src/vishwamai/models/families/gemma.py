@@ -59,7 +59,7 @@ def _gemma4_further(config: ModelConfig) -> Mapping[str, Any]:
     return {} if config.layer_embedding else {"hidden_size_per_layer_input": 0}
 
 
-def _gemma3n(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _gemma3n(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     """The keys of Gemma 3n with one `intermediate_size`, and the list of those of all layers apart from it.
 
     Raises:

@@ -123,7 +123,7 @@ class GatedDelta(Recurrent):
         }
         return {name: matrix(hidden, size, ("embed", None)) for name, size in sizes.items()}
 
-    def _inputs(self, arrays: Arrays, x: Any) -> tuple[Any, Any, Any, Any]:
+    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[Any, Any, Any, Any]:
         """Queries, keys and values side by side `[batch, seq, channels]`, the gate `[batch, seq, values]`, and the
         logits of beta and the decay `[batch, seq, value_heads]`.
         """
@@ -131,11 +131,11 @@ class GatedDelta(Recurrent):
         qkv, gate, beta, decay = (linear(x, arrays[name]) for name in names)
         return qkv, gate, beta, decay
 
-    def _filter(self, arrays: Arrays) -> Any:
+    def _filter(self, arrays: Arrays) -> jax.Array:
         """The convolution's weight `[channels, width]`."""
         return arrays["delta_filter"][:, 0]
 
-    def _decay(self, arrays: Arrays, logits: Any) -> Any:
+    def _decay(self, arrays: Arrays, logits: jax.Array) -> jax.Array:
         """float32 logarithms of the decays `[batch, seq, value_heads]`, or `[batch, seq, value_heads, key_dim]`."""
         step = jax.nn.softplus(logits.astype(jnp.float32) + arrays["delta_step"].astype(jnp.float32))
         return -jnp.exp(arrays["delta_rate"].astype(jnp.float32)) * step
@@ -157,7 +157,7 @@ class FusedGatedDelta(GatedDelta):
             "delta_rates": matrix(hidden, 2 * self.value_heads, ("embed", None)),
         }
 
-    def _inputs(self, arrays: Arrays, x: Any) -> tuple[Any, Any, Any, Any]:
+    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[Any, Any, Any, Any]:
         shape, group = x.shape[:-1], self.value_heads // self.key_heads
         inputs = linear(x, arrays["delta_inputs"]).reshape(*shape, self.key_heads, -1)
         values = group * self.value_dim
@@ -169,12 +169,12 @@ class FusedGatedDelta(GatedDelta):
         return qkv, gate.reshape(*shape, -1), beta.reshape(*shape, -1), decay.reshape(*shape, -1)
 
 
-def _by_head(x: Any, dim: int) -> Any:
+def _by_head(x: jax.Array, dim: int) -> jax.Array:
     """`[batch, heads, seq, dim]` of `[batch, seq, heads * dim]`."""
     return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, dim), 1, 2)
 
 
-def _unit(x: Any) -> Any:
+def _unit(x: jax.Array) -> jax.Array:
     """Vectors of length 1 along the last axis."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return (wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + _LENGTH_EPS)).astype(x.dtype)

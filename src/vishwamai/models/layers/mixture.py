@@ -207,7 +207,13 @@ class GatedAndMixture(FeedForward):
 
 
 def _routed(
-    config: ModelConfig, experts: Experts, arrays: Arrays, x: Any, axes: MeshAxes, token_mask: Any, scored: Any = None
+    config: ModelConfig,
+    experts: Experts,
+    arrays: Arrays,
+    x: jax.Array,
+    axes: MeshAxes,
+    token_mask: jax.Array | None,
+    scored: Any = None,
 ) -> tuple[Any, ExpertLoad]:
     """The sum of the chosen experts' outputs, without the shared ones, and the load; `scored` is what the router reads
     in place of `x`.
@@ -253,20 +259,20 @@ def explicit_axis(weight: Any) -> str | None:
 
 def _over_experts(
     axis: str,
-    x: Any,
+    x: jax.Array,
     scored: Any,
     router: Any,
     weights: Any,
     biases: Any,
-    options: dict[str, Any],
-    unit: dict[str, Any],
-) -> Any:
+    options: Mapping[str, object],
+    unit: Mapping[str, object],
+) -> jax.Array:
     """`moe_layer` where every device has all tokens and its share of the experts: each sends a share of the tokens to
     their experts, and the results are gathered; the router reads `scored`.
     """
     split, replicated = PartitionSpec(axis), PartitionSpec()
 
-    def shared(x: Any) -> Any:
+    def shared(x: jax.Array) -> Any:
         tokens = x.reshape(-1, x.shape[-1])
         missing = -tokens.shape[0] % jax.typeof(tokens).sharding.mesh.shape[axis]
         return jax.sharding.reshard(jnp.pad(tokens, ((0, missing), (0, 0))), split)
@@ -274,7 +280,7 @@ def _over_experts(
     arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
     static = {name: value for name, value in options.items() if name not in arrays}
 
-    def run(tokens: Any, scored: Any, router: Any, weights: Any, biases: Any, arrays: Any) -> Any:
+    def run(tokens: jax.Array, scored: Any, router: Any, weights: Any, biases: Any, arrays: Any) -> Any:
         return vishwamai.moe_layer(
             tokens, router, *weights, router_tokens=scored, biases=biases, expert_axis=axis, **unit, **static, **arrays
         ).out
@@ -290,7 +296,7 @@ def _load(routing: Any) -> ExpertLoad:
     return ExpertLoad(routing.load_balance_loss, routing.z_loss, routing.expert_counts)
 
 
-def _routing(experts: Experts, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _routing(experts: Experts, arrays: Mapping[str, object]) -> dict[str, Any]:
     """Options of `vishwamai.moe_routing`."""
     options: dict[str, Any] = {"top_k": experts.top_k, "normalize": experts.normalize, "scale": experts.scale}
     options |= {"logit_bias": arrays.get("router_bias"), "expert_scale": arrays.get("expert_scale")}

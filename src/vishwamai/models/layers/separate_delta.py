@@ -68,10 +68,10 @@ class SeparateDelta(GatedDelta):
         del table["delta_qkv"]
         return table | {f"delta_{name}": matrix(hidden, size, ("embed", None)) for name, size in self.widths.items()}
 
-    def _filter(self, arrays: Arrays) -> Any:
+    def _filter(self, arrays: Arrays) -> jax.Array:
         return jnp.concatenate([arrays[f"delta_{name}_filter"][:, 0] for name in _NAMES])
 
-    def _inputs(self, arrays: Arrays, x: Any) -> tuple[Any, Any, Any, Any]:
+    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[Any, Any, Any, Any]:
         qkv = jnp.concatenate([linear(x, arrays[f"delta_{name}"]) for name in _NAMES], axis=-1)
         gate, beta, decay = (linear(x, arrays[f"delta_{name}"]) for name in ("gate", "beta", "decay"))
         return qkv, gate, beta, decay
@@ -118,14 +118,14 @@ class KimiDelta(SeparateDelta):
             "delta_decay": matrix(dim, self.value_heads * self.key_dim, (None, None)),
         }
 
-    def _inputs(self, arrays: Arrays, x: Any) -> tuple[Any, Any, Any, Any]:
+    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[Any, Any, Any, Any]:
         qkv = jnp.concatenate([linear(x, arrays[f"delta_{name}"]) for name in _NAMES], axis=-1)
         gate, decay = (
             linear(linear(x, arrays[f"delta_{name}_down"]), arrays[f"delta_{name}"]) for name in ("gate", "decay")
         )
         return qkv, gate, linear(x, arrays["delta_beta"]), decay
 
-    def _decay(self, arrays: Arrays, logits: Any) -> Any:
+    def _decay(self, arrays: Arrays, logits: jax.Array) -> jax.Array:
         step = jax.nn.softplus(logits.astype(jnp.float32) + arrays["delta_step"].astype(jnp.float32))
         step = step.reshape(*logits.shape[:-1], self.value_heads, self.key_dim)
         return -jnp.exp(arrays["delta_rate"].astype(jnp.float32)) * step

@@ -15,6 +15,8 @@ from vishwamai.models.published.settings import Settings
 from vishwamai.models.storage import Storage
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from vishwamai.models.shards import Stored
 
 SMALL = {
@@ -101,7 +103,7 @@ def eight_bits(
     if zeros is not None:
         check_scales(weight.shape, zeros, scales.shape)
 
-    def each_row(tensor: Stored, dtype: Any) -> np.ndarray:  # a QTensor has scales for each row
+    def each_row(tensor: Stored, dtype: DTypeLike) -> np.ndarray:  # a QTensor has scales for each row
         array = np.asarray(tensor.read()).astype(dtype).reshape(shape)
         return np.broadcast_to(array, (out, 1)) if shape == (1, 1) and rows == 1 else array.repeat(rows, 0)[:out]
 

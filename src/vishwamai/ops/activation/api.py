@@ -131,7 +131,7 @@ def _activation(
     name: str,
     activation: str,
     x: AnyArray,
-    config: Any,
+    config: object,
     implementation: str | None,
     rate: float = 0.0,
     key: AnyArray = None,

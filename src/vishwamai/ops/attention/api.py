@@ -311,10 +311,10 @@ def _attend(
     sinks: AnyArray = None,
     alibi_slopes: AnyArray = None,
     dropout_key: AnyArray = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
     blocks: tuple[AnyArray, AnyArray] | None = None,
-    **options: Any,
+    **options: object,
 ) -> PyTree:
     """`options` are the other ones of `Options`; `blocks` is the block mask and its block size."""
     name = "flash_attention" if blocks is None else "block_sparse_attention"

@@ -4,7 +4,7 @@ cache, `cpu_decode.isa.cc`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,10 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 _NATIVE = ("float32", "bfloat16", "float64")
 _UNBOUNDED = 1 << 40  # beyond every length, and far from overflowing an int64 sum
@@ -49,7 +53,7 @@ def _storage(spec: AttentionSpec) -> Any:
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else jnp.dtype(dtype)
 
 
-def _cast(x: AnyArray, dtype: Any) -> AnyArray:
+def _cast(x: AnyArray, dtype: DTypeLike) -> AnyArray:
     return None if x is None else x.astype(dtype)
 
 

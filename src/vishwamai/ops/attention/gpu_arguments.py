@@ -5,16 +5,18 @@ Names in capitals are compile-time constants. Strides are in elements, 0 along a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from vishwamai.core.types import AnyArray
 
 
 class Rows(NamedTuple):
     """`[batch, heads, seq, dim]` of any strides in which rows are whole."""
 
-    ptr: Any
-    batch: Any
-    head: Any
-    seq: Any
+    ptr: AnyArray
+    batch: int
+    head: int
+    seq: int
 
 
 class Cut(NamedTuple):
@@ -42,16 +44,16 @@ class Extents(NamedTuple):
       offset: the key that query 0 stands at, with ALiBi or packed sequences, 0 where rows have positions; else None.
     """
 
-    batch: Any
-    q_heads: Any
-    kv_heads: Any
-    q_len: Any
-    kv_len: Any
-    q_total: Any
-    kv_total: Any
-    low: Any
-    high: Any
-    offset: Any
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    q_total: int
+    kv_total: int
+    low: int | None
+    high: int | None
+    offset: int | None
 
 
 class Terms(NamedTuple):
@@ -60,24 +62,24 @@ class Terms(NamedTuple):
     that is not its own number; pointers may be None.
     """
 
-    bias_ptr: Any
-    mask_ptr: Any
-    q_segments_ptr: Any
-    kv_segments_ptr: Any
-    slopes_ptr: Any
-    positions_ptr: Any
-    bias_b: Any
-    bias_h: Any
-    bias_q: Any
-    bias_k: Any
-    mask_b: Any
-    mask_h: Any
-    mask_q: Any
-    mask_k: Any
-    q_segments_b: Any
-    kv_segments_b: Any
-    slopes_b: Any
-    positions_b: Any
+    bias_ptr: AnyArray
+    mask_ptr: AnyArray
+    q_segments_ptr: AnyArray
+    kv_segments_ptr: AnyArray
+    slopes_ptr: AnyArray
+    positions_ptr: AnyArray
+    bias_b: int
+    bias_h: int
+    bias_q: int
+    bias_k: int
+    mask_b: int
+    mask_h: int
+    mask_q: int
+    mask_k: int
+    q_segments_b: int
+    kv_segments_b: int
+    slopes_b: int
+    positions_b: int
 
 
 class Own(NamedTuple):
@@ -92,8 +94,8 @@ class Own(NamedTuple):
 class Starts(NamedTuple):
     """Where packed sequences begin, int32 `[batch + 1]`; None where they are not packed."""
 
-    q_ptr: Any
-    kv_ptr: Any
+    q_ptr: AnyArray
+    kv_ptr: AnyArray
 
 
 class Walk(NamedTuple):
@@ -105,9 +107,9 @@ class Walk(NamedTuple):
       head: entries of one head; 0 where all heads share them.
     """
 
-    ptr: Any
-    patterns_ptr: Any
-    head: Any
+    ptr: AnyArray
+    patterns_ptr: AnyArray
+    head: int
 
 
 class Logits(NamedTuple):

@@ -84,7 +84,7 @@ def gated_linear_unit(
         if any(isinstance(w, CodeTensor) for w in weights):
             rows = as_array(name, "x", x)
 
-            def unit(*tiles: Any) -> Any:
+            def unit(*tiles: object) -> Any:
                 options = {"precision": precision, "config": config, "implementation": implementation}
                 return gated_linear_unit(rows, tiles, activation, **options)
 

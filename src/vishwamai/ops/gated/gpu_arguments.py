@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Strides(NamedTuple):
@@ -10,7 +10,7 @@ class Strides(NamedTuple):
     that share an array to the second.
     """
 
-    weight: Any
-    weight_gap: Any
-    keep: Any
-    keep_gap: Any
+    weight: int
+    weight_gap: int
+    keep: int
+    keep_gap: int

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from vishwamai.core.types import AnyArray
 
 
 class Tokens(NamedTuple):
     """Labels, results and their cotangents, `[groups, tokens]`; the last may be None."""
 
-    labels_ptr: Any
-    logsumexp_ptr: Any
-    dlogsumexp_ptr: Any
-    dlabel_ptr: Any
-    dsum_ptr: Any
+    labels_ptr: AnyArray
+    logsumexp_ptr: AnyArray
+    dlogsumexp_ptr: AnyArray
+    dlabel_ptr: AnyArray
+    dsum_ptr: AnyArray

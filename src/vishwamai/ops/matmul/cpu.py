@@ -4,7 +4,7 @@ on top of it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from vishwamai.core.target import Target
 from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.matmul import gradient
 from vishwamai.ops.matmul.spec import ACTIVATIONS, WRAPS, MatmulSpec, Operands, Outputs, joint_groups
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 _COMPUTED = ("float32", "bfloat16", "float64", "float16", "int8")
 
@@ -39,7 +43,7 @@ def notes(spec: MatmulSpec, target: Target) -> tuple[str, ...]:
     return ("float16 is computed through float32 copies",) if spec.compute_dtype == jnp.float16 else ()
 
 
-def _native(dtype: Any) -> Any:
+def _native(dtype: DTypeLike) -> Any:
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else jnp.dtype(dtype)
 
 
@@ -60,7 +64,7 @@ def _matmul(
     b: AnyArray,
     transpose_a: bool,
     transpose_b: bool,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
     vectors: tuple[PyTree, ...],
     activation: str | None,
     keep: bool,

@@ -6,20 +6,22 @@ None.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from vishwamai.core.types import AnyArray
 
 
 class Vectors(NamedTuple):
     """The epilogue's bias `[groups, N]`, and the scales of the rows `[groups, M]` and of the columns `[groups, N]`."""
 
-    bias_ptr: Any
-    scale_a_ptr: Any
-    scale_b_ptr: Any
-    bias_group: Any
-    scale_a_group: Any
-    scale_a_row: Any
-    scale_b_group: Any
-    scale_b_column: Any
+    bias_ptr: AnyArray
+    scale_a_ptr: AnyArray
+    scale_b_ptr: AnyArray
+    bias_group: int
+    scale_a_group: int
+    scale_a_row: int
+    scale_b_group: int
+    scale_b_column: int
 
 
 class Form(NamedTuple):

@@ -17,7 +17,7 @@ and those scales, have no gradient (`gemm` declines to differentiate a QTensor):
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,10 @@ from vishwamai.core.spec import ArraySpec
 from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.matmul.epilogue import columns, derivative, rows
 from vishwamai.ops.matmul.spec import Blocked, MatmulSpec, Operands, Outputs, joint_groups
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 Product = Callable[..., jax.Array]
 """`(phase, lhs, rhs, lhs_axis, rhs_axis, groups, out_dtype) -> [groups, lhs's free axis, rhs's free axis]`.
@@ -206,7 +210,7 @@ def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.sum(x, axis=axes, keepdims=True) if axes else x
 
 
-def saturate(x: jax.Array, dtype: Any) -> jax.Array:
+def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`x` in `dtype`; an 8-bit float saturates at its largest finite value, where a plain conversion would give NaN or
     infinity.
     """

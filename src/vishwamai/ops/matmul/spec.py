@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -14,6 +14,10 @@ from vishwamai.core.precision import FLOATS, FP8_DTYPES, accumulator_dtype
 from vishwamai.core.qtensor import FP4, INT4, bits
 from vishwamai.core.spec import OpSpec, as_dtype, static_size
 from vishwamai.core.types import AnyArray, PyTree
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 _INT8 = jnp.dtype(jnp.int8)
 INTEGERS = (_INT8, INT4)
@@ -297,7 +301,7 @@ def check_sum(wraps: bool, integer: bool, k: int) -> None:
 
 
 def resolve_out_dtype(
-    out_dtype: Any, a: jnp.dtype, b: jnp.dtype, *, float_epilogue: bool, blocked: bool = False
+    out_dtype: DTypeLike | None, a: jnp.dtype, b: jnp.dtype, *, float_epilogue: bool, blocked: bool = False
 ) -> jnp.dtype:
     """The dtype of the result: the caller's, or the operands' own; int8 gives int32 (float32 after a float epilogue),
     fp8 gives bfloat16.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.ops.moe.reference import gradients, sum_shared
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 def why_not(spec: GroupedSpec, target: Target) -> str | None:
@@ -43,7 +46,7 @@ def _result(operand: Any, requested: Any) -> Any:
     return jnp.bfloat16 if requested == jnp.bfloat16 else jnp.float32
 
 
-def _rows(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, transposed: bool, out_dtype: Any) -> jax.Array:
+def _rows(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, transposed: bool, out_dtype: DTypeLike) -> jax.Array:
     """`[B, M, N]`: the rows of each group times its matrix, `[K, N]` or, transposed, `[N, K]`."""
     lhs, rhs = _native(lhs), _native(rhs)
     shape = (*lhs.shape[:2], rhs.shape[2 if transposed else 3])
@@ -52,7 +55,7 @@ def _rows(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, transposed: bool, ou
     return out.astype(out_dtype)
 
 
-def _weights(lhs: jax.Array, dout: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
+def _weights(lhs: jax.Array, dout: jax.Array, sizes: jax.Array, out_dtype: DTypeLike) -> jax.Array:
     """`[B, G, K, N]`: the rows of each group, transposed, times the cotangent of its part of the result."""
     lhs, dout = _native(lhs), _native(dout)
     shape = (lhs.shape[0], sizes.shape[1], lhs.shape[2], dout.shape[2])

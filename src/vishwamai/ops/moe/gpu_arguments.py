@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-from vishwamai.core.types import AnyArray
+from typing import NamedTuple
 
 
 class Strides(NamedTuple):
     """Matrices, their scales, the sizes and the first rows from one batch entry to the next; 0 where all share them."""
 
-    rhs: AnyArray
-    scale: Any
-    sizes: Any
-    first: Any
+    rhs: int
+    scale: int
+    sizes: int
+    first: int
 
 
 class Matrices(NamedTuple):

@@ -7,7 +7,7 @@ Each group's rows are laid out in whole blocks (the last of a group padded with 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,10 @@ from vishwamai.core.qtensor import expand, scale_values
 from vishwamai.core.spec import static_size
 from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 _LARGEST_BLOCK = 512
 
@@ -64,7 +68,7 @@ def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int], total: Any) -> jax.A
     )
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.Array:
     """Zeros that vary over the mesh axes that `like` varies over: the sum of none of its rows is added."""
     return jnp.zeros(shape, dtype) + like[:0].sum().astype(dtype)
 
@@ -75,7 +79,7 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _matrix(
-    rhs: jax.Array, scale: jax.Array | None, group: AnyArray, block_k: int, dtype: Any
+    rhs: jax.Array, scale: jax.Array | None, group: AnyArray, block_k: int, dtype: DTypeLike
 ) -> tuple[PyTree, PyTree]:
     """(the matrix of a group `[K, N]`, the scales of its columns `[1, N or 1]`, or None).
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from vishwamai.ops.moe import tpu_visits as visits
 from vishwamai.ops.moe.spec import Operands
 from vishwamai.ops.moe.tpu_pieces import SEMANTICS, Split, for_pieces, keep, product
 from vishwamai.ops.moe.tpu_tiles import GroupedTile, fit, middle_rows, stays
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 def _rows_kernel(
@@ -181,7 +184,7 @@ def rows_product(
     operands: Operands,
     rhs_axis: int,
     block_size: int,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
 ) -> jax.Array:
     """`[B, M, N]` from lhs `[B, M, K]` and, of the operands, rhs `[B or 1, G, K, N]` (rhs_axis 0) or `[B or 1, G, N,
     K]` (1), its scales, and sizes `[B or 1, G]`.
@@ -214,23 +217,23 @@ def rows_product(
     resident = stays(tile.block, n, k)  # the group's matrix stays in VMEM over its visits
 
     def lhs_index(
-        p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, tile: Any, *_: Any
+        p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, tile: Any, *_: object
     ) -> PyTree:
         b, _ = split.index(p, b, j)
         return b, tile[b * entries + v], r
 
-    def rhs_index(p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, *_: Any) -> PyTree:
+    def rhs_index(p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, *_: object) -> PyTree:
         b, j = split.index(p, b, j)
         rest = (r, j) if rhs_axis == 0 else (j, r)
         return (0 if shared else b, group[b * entries + v], *rest)
 
     def out_index(
-        p: jax.Array, b: AnyArray, j: jax.Array, v: AnyArray, r: jax.Array, group: Any, tile: Ref, *_: Any
+        p: jax.Array, b: AnyArray, j: jax.Array, v: AnyArray, r: jax.Array, group: Any, tile: Ref, *_: object
     ) -> PyTree:
         b, j = split.index(p, b, j)
         return b, tile[b * entries + v], j
 
-    def scale_index(p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, *_: Any) -> PyTree:
+    def scale_index(p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, *_: object) -> PyTree:
         entry, of_group, rows, columns = rhs_index(p, b, j, v, r, group)
         return 0 if scales_shared else entry, of_group, rows if reading.direct else 0, columns
 

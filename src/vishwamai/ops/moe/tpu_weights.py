@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from vishwamai.core.types import AnyArray, PyTree, Ref
 from vishwamai.ops.moe import tpu_visits as visits
 from vishwamai.ops.moe.tpu_pieces import SEMANTICS, Split, for_pieces, keep, product
 from vishwamai.ops.moe.tpu_tiles import GroupedTile, fit
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 def _weights_kernel(
@@ -79,7 +82,7 @@ def weights_product(
     dout: jax.Array,
     group_sizes: jax.Array,
     first_row: jax.Array | None,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
 ) -> jax.Array:
     """`[B, G, K, N]`: for each group the product of its rows, lhs `[B, M, K]` transposed with dout `[B, M, N]`."""
     batch, m, k = lhs.shape
@@ -100,18 +103,18 @@ def weights_product(
         return (b, i, j) if by_column else (b, j, i)
 
     def lhs_index(
-        p: AnyArray, b: AnyArray, j: AnyArray, i: AnyArray, v: AnyArray, group: Any, tile: Any, *_: Any
+        p: AnyArray, b: AnyArray, j: AnyArray, i: AnyArray, v: AnyArray, group: Any, tile: Any, *_: object
     ) -> PyTree:
         b, i, _ = index(p, b, j, i)
         return b, tile[b * entries + v], i
 
     def dout_index(
-        p: AnyArray, b: AnyArray, j: AnyArray, i: AnyArray, v: AnyArray, group: Any, tile: Any, *_: Any
+        p: AnyArray, b: AnyArray, j: AnyArray, i: AnyArray, v: AnyArray, group: Any, tile: Any, *_: object
     ) -> PyTree:
         b, _, j = index(p, b, j, i)
         return b, tile[b * entries + v], j
 
-    def out_index(p: jax.Array, b: AnyArray, j: jax.Array, i: AnyArray, v: AnyArray, group: Any, *_: Any) -> PyTree:
+    def out_index(p: jax.Array, b: AnyArray, j: jax.Array, i: AnyArray, v: AnyArray, group: Any, *_: object) -> PyTree:
         b, i, j = index(p, b, j, i)
         return b, group[b * entries + v], i, j
 

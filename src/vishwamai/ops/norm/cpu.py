@@ -30,11 +30,11 @@ def notes(spec: NormSpec, target: Target) -> tuple[str, ...]:
     return ("float16 is computed through float32 copies",) if spec.operands.x.dtype == jnp.float16 else ()
 
 
-def _storage(dtype: Any) -> Any:
+def _storage(dtype: DTypeLike) -> Any:
     return jnp.float32 if dtype == jnp.float16 else dtype
 
 
-def _cast(x: AnyArray, dtype: Any) -> AnyArray:
+def _cast(x: AnyArray, dtype: DTypeLike) -> AnyArray:
     return None if x is None else x.astype(dtype)
 
 

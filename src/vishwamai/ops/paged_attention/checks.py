@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,10 @@ from vishwamai.core.shape_checks import Argument, check_shapes
 from vishwamai.core.spec import ArraySpec, array_spec, as_array, as_dtype
 from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.paged_attention.spec import HINTS, TABLES, Form, Operands, PagedSpec, signature_of
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 _NAME = "ragged_paged_attention"
 _QUERY_DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -106,7 +110,7 @@ def logit_scale(q_scale: Any, k_scale: AnyArray) -> AnyArray:
     return q_scale if k_scale is None else k_scale if q_scale is None else q_scale * k_scale
 
 
-def wide_query(query: AnyArray, out_dtype: Any) -> AnyArray:
+def wide_query(query: AnyArray, out_dtype: DTypeLike | None) -> AnyArray:
     """Quantized queries in `out_dtype`, which holds every 8-bit number; others as they are.
 
     Raises:

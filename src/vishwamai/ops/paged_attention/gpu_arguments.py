@@ -6,7 +6,7 @@ shared; pointers may be None.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vishwamai.core.types import AnyArray
 
@@ -14,13 +14,13 @@ from vishwamai.core.types import AnyArray
 class Pool(NamedTuple):
     """Pages of keys or of values, with their scales, `[batch, heads]`."""
 
-    ptr: Any
-    scale_ptr: Any
-    batch: Any
-    page: Any
-    token: Any
-    head: Any
-    scale_batch: Any
+    ptr: AnyArray
+    scale_ptr: AnyArray
+    batch: int
+    page: int
+    token: int
+    head: int
+    scale_batch: int
 
 
 class Sequences(NamedTuple):
@@ -30,40 +30,40 @@ class Sequences(NamedTuple):
       total: sequences of a batch element; entries: pages of a sequence.
     """
 
-    kv_lens_ptr: Any
-    page_indices_ptr: Any
-    cu_q_lens_ptr: Any
-    num_seqs_ptr: Any
-    kv_lens_batch: Any
-    page_indices_batch: Any
-    cu_q_lens_batch: Any
-    num_seqs_batch: Any
-    total: Any
-    entries: Any
+    kv_lens_ptr: AnyArray
+    page_indices_ptr: AnyArray
+    cu_q_lens_ptr: AnyArray
+    num_seqs_ptr: AnyArray
+    kv_lens_batch: int
+    page_indices_batch: int
+    cu_q_lens_batch: int
+    num_seqs_batch: int
+    total: int
+    entries: int
 
 
 class Terms(NamedTuple):
     """What changes the logits: sinks, ALiBi's slopes, the mask of a tree of drafts, and the window."""
 
-    sinks_ptr: Any
-    slopes_ptr: Any
-    tree_ptr: Any
-    sinks_batch: Any
-    slopes_batch: Any
-    tree_batch: Any
-    tree_columns: Any
-    window: Any
+    sinks_ptr: AnyArray
+    slopes_ptr: AnyArray
+    tree_ptr: AnyArray
+    sinks_batch: int
+    slopes_batch: int
+    tree_batch: int
+    tree_columns: int
+    window: int | None
 
 
 class Extents(NamedTuple):
     """The problem's sizes, and the items and tiles of heads that its grid has."""
 
-    batch: Any
-    tokens: AnyArray
-    heads: Any
-    kv_heads: Any
-    head_tiles: Any
-    items: Any
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_tiles: int
+    items: int
 
 
 class Scores(NamedTuple):

@@ -14,7 +14,7 @@ and NaN (b11fnuz has one NaN, 0x80, and no -0), which are rewritten four at a ti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,17 @@ from jax.experimental.pallas import tpu as pltpu
 from vishwamai.core.hardware import TpuChip
 from vishwamai.core.qtensor import INT4
 
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+
 _E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 _EVEN, _UPPER = 0x00FF00FF, 0xF0F0F0F0
 _B11_SCALE = 16.0
 """A float8_e4m3fn over the float8_e4m3b11fnuz of the same code."""
 
 
-def conversion(chip: TpuChip, dtype: Any) -> str:
+def conversion(chip: TpuChip, dtype: DTypeLike) -> str:
     """How `chip` widens rows of `dtype`: "convert", "b11fnuz", or "shift" where it has no conversion of its own
     (v4).
     """
@@ -43,7 +47,7 @@ def scale(dtype: Any, how: str) -> float:
     return 1 / 16 if jnp.dtype(dtype) == INT4 else _B11_SCALE if how == "b11fnuz" else 1.0
 
 
-def keys_and_values(words: jax.Array, dtype: Any, how: str) -> tuple[jax.Array, jax.Array]:
+def keys_and_values(words: jax.Array, dtype: DTypeLike, how: str) -> tuple[jax.Array, jax.Array]:
     """Keys and values, each `[2 N, D]` bfloat16 (of int4 `[4 N, D]`) over `scale`, of `words`, `[N, D]` uint32; `place`
     says which row is whose.
     """
@@ -58,7 +62,7 @@ def keys_and_values(words: jax.Array, dtype: Any, how: str) -> tuple[jax.Array, 
     return _widen(keys, dtype, how), _widen(values, dtype, how)
 
 
-def _widen(words: jax.Array, dtype: Any, how: str) -> jax.Array:
+def _widen(words: jax.Array, dtype: DTypeLike, how: str) -> jax.Array:
     if how == "convert":
         return pltpu.bitcast(words, jnp.dtype(dtype)).astype(jnp.bfloat16)
     codes = pltpu.bitcast(words, jnp.int8)
@@ -67,7 +71,7 @@ def _widen(words: jax.Array, dtype: Any, how: str) -> jax.Array:
     return pltpu.bitcast(codes, jnp.float8_e4m3b11fnuz).astype(jnp.bfloat16)
 
 
-def place(column: jax.Array, dtype: Any, words: int, tokens: int) -> tuple[jax.Array, jax.Array]:
+def place(column: jax.Array, dtype: DTypeLike, words: int, tokens: int) -> tuple[jax.Array, jax.Array]:
     """(token, head) of row `column` of `keys_and_values`, of `tokens` tokens of `words` words each; columns of up to
     `32 // words` tokens.
     """

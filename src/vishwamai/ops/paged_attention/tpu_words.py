@@ -22,7 +22,7 @@ from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import PagedRefs, Shape
 
 
-def packing(dtype: Any) -> int:
+def packing(dtype: DTypeLike) -> int:
     """Rows in a 32-bit word."""
     return 32 // bits(dtype)
 
@@ -53,7 +53,7 @@ def _words(ref: Any, first: int, tokens: int, word: int | None) -> jax.Array:
     return flat[pl.ds(first * words + word, tokens, words), :]
 
 
-def row_of(words: jax.Array, index: int, dtype: Any, result_dtype: DTypeLike) -> jax.Array:
+def row_of(words: jax.Array, index: int, dtype: DTypeLike, result_dtype: DTypeLike) -> jax.Array:
     """Row `index` of the rows that `words` hold, widened to `result_dtype`."""
     per_word = packing(dtype)
     if per_word == 1:
@@ -67,7 +67,7 @@ def row_of(words: jax.Array, index: int, dtype: Any, result_dtype: DTypeLike) ->
     return _float8(words >> (8 * index) if index else words, dtype).astype(result_dtype)
 
 
-def _float8(words: jax.Array, dtype: Any) -> jax.Array:
+def _float8(words: jax.Array, dtype: DTypeLike) -> jax.Array:
     """float32 of the 8-bit float in the lowest byte of each word, by integer arithmetic, which every generation has.
 
     The exponent and mantissa are moved to where float32 has its own, and the difference of the biases is a factor.

@@ -33,6 +33,7 @@ from vishwamai.ops.rope.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Float, Int
 
 ROPE: Op[RopeSpec] = Op("rope", (PALLAS_TPU, TRITON, NATIVE, XLA), split="batch heads seq")
@@ -194,7 +195,7 @@ def _tables(
     cache: RotaryCache | None,
     positions: AnyArray,
     length: int,
-    dtype: Any,
+    dtype: DTypeLike,
     scaling: RopeScaling,
     rotary_dim: int,
     theta: float,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Heads(NamedTuple):
@@ -13,11 +13,11 @@ class Heads(NamedTuple):
       batch, head, position: strides in elements; `out_...`: those of the result.
     """
 
-    total: Any
-    share: Any
-    batch: Any
-    head: Any
-    position: Any
-    out_batch: Any
-    out_head: Any
-    out_position: Any
+    total: int
+    share: int
+    batch: int
+    head: int
+    position: int
+    out_batch: int
+    out_head: int
+    out_position: int

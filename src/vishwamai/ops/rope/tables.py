@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,10 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.spec import as_jax_dtype
 from vishwamai.ops.rope.scaling import MRopeScaling, NtkScaling, RopeScaling, parse_scaling
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 _EXACT = 2**24
 _MOST_FEATURES = 2**20
@@ -32,7 +36,7 @@ def fixed_point(frequencies: np.ndarray) -> np.ndarray:
     return np.round(frequencies / (2 * math.pi) * 2.0**48).astype(np.int64)
 
 
-def _angles(positions: jax.Array, frequencies: np.ndarray, dtype: Any) -> jax.Array:
+def _angles(positions: jax.Array, frequencies: np.ndarray, dtype: DTypeLike) -> jax.Array:
     """`position * frequency` up to whole turns, `[..., pairs]`.
 
     Args:
@@ -51,7 +55,12 @@ def _angles(positions: jax.Array, frequencies: np.ndarray, dtype: Any) -> jax.Ar
 
 
 def tables(
-    positions: jax.Array, rotary_dim: int, theta: float, scaling: RopeScaling, dtype: Any, length: int | None = None
+    positions: jax.Array,
+    rotary_dim: int,
+    theta: float,
+    scaling: RopeScaling,
+    dtype: DTypeLike,
+    length: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every position's angles, times the scaling's factor, `[..., rotary_dim / 2]` in `dtype`.
 

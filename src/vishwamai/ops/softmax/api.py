@@ -68,7 +68,7 @@ def log_softmax(
     return _softmax("log_softmax", x, axis, True, config, implementation)
 
 
-def _softmax(name: str, x: AnyArray, axis: int, log: bool, config: Any, implementation: str | None) -> AnyArray:
+def _softmax(name: str, x: AnyArray, axis: int, log: bool, config: object, implementation: str | None) -> AnyArray:
     x = as_array(name, "x", x)
     axis = check_axis(name, x.shape, axis)
     arrays = Operands(jnp.moveaxis(x, axis, -1))

@@ -217,7 +217,7 @@ def _values_gradient(
     def right_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Any, rows: Any, columns: Any) -> PyTree:
         return g, i, columns[block_index(g, n)]
 
-    def out_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Any, *_: Any) -> PyTree:
+    def out_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Any, *_: object) -> PyTree:
         return g, numbers[block_index(g, n)], 0, 0
 
     out_block = pl.BlockSpec((None, None, rows, columns), out_index)

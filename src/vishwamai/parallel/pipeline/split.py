@@ -130,7 +130,7 @@ def split_part(part: Callable[..., Any], params: PyTree, x: AnyArray, *extras: P
         return dx, values
 
     def weight_gradient(
-        params: PyTree, residual_values: Sequence[object], values: Sequence[Any], *extras: PyTree
+        params: PyTree, residual_values: Sequence[object], values: Sequence[object], *extras: PyTree
     ) -> PyTree:
         return jax.tree.unflatten(tree, run_second(*parameter_gradients(params, residual_values, extras), *values))
 
@@ -150,7 +150,7 @@ def _depends(jaxpr: Jaxpr, source: Var) -> set[Any]:
     return dependent
 
 
-def _needed(jaxpr: Jaxpr, outs: Sequence[Any]) -> list[int]:
+def _needed(jaxpr: Jaxpr, outs: Sequence[object]) -> list[int]:
     """The equations, by number, that `outs` need."""
     variables = {v for v in outs if not isinstance(v, Literal)}
     indices = []

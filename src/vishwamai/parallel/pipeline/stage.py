@@ -142,7 +142,7 @@ def run_stage(
         of_part = jax.tree.map(lambda x: x[row["chunk"]], frozen)
         return jax.tree.map(lambda x: x[row["microbatch"]], extras), of_part
 
-    def write(buffers: list[Any], slot: Any, values: Sequence[Any]) -> list[Any]:
+    def write(buffers: list[Any], slot: Any, values: Sequence[object]) -> list[Any]:
         return [buffer.at[slot].set(value) for buffer, value in zip(buffers, values, strict=True)]
 
     def added(total: PyTree, more: PyTree) -> PyTree:

@@ -214,7 +214,7 @@ def _donation(
     return _Call(words, saving, donating, args, kwargs)
 
 
-def _narrow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+def _narrow(args: tuple[object, ...], kwargs: Mapping[str, object]) -> _Call | None:
     """Float32 arguments in bfloat16."""
 
     def narrow(leaf: Any) -> Any:

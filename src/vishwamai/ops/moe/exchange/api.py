@@ -27,6 +27,7 @@ from vishwamai.ops.moe.spec import experts_spec
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Float, Int
 
 
@@ -179,7 +180,7 @@ def _in_pieces(
 
 
 def _checked(
-    name: str, rows: Any, rhs: AnyArray, bias: AnyArray, group_sizes: AnyArray, axis: str, out_dtype: Any
+    name: str, rows: Any, rhs: AnyArray, bias: AnyArray, group_sizes: AnyArray, axis: str, out_dtype: DTypeLike | None
 ) -> tuple[Any, Weights, Any, int, Any]:
     """The arguments as arrays that vary alike, the number of devices, and the dtype of the result.
 
