@@ -218,7 +218,8 @@ def check_logits(name: str, key: str, value: Any, values: dict[str, Any], direct
     error = np.abs(logits - expected).max() / (np.abs(expected).max() or 1.0)  # an `initializer_range` of 0
     if error >= 1e-3:  # of sizes such as 1, whose norms divide by next to nothing, transformers' own may be off by more
         exact = models_peer.peer_logits(model, TOKENS, double=True)
-        error = 0.0 if np.abs(logits - exact).max() <= 8 * np.abs(expected - exact).max() else error
+        bound = 8 if name.startswith("zamba2") else 1  # its blocks are used again, which amplifies a rounding
+        error = 0.0 if np.abs(logits - exact).max() <= bound * np.abs(expected - exact).max() else error
     return None if error < 1e-3 else f"{label(key, value)}: logits differ by {error:.2g} of the largest"
 
 
