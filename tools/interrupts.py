@@ -223,8 +223,7 @@ def serve_trials(
     first = _Server(vishwamai, model, folder, around)
     first.until_ready()
     seconds = time.monotonic() - first.running.start
-    yield f"serve: ready after {seconds:.1f} s"
-    yield first.stop(signal.SIGTERM, {0})
+    yield f"serve: ready after {seconds:.1f} s; {first.stop(signal.SIGTERM, {0})}"  # no server lives while it yields
     for _ in range(count):
         number, moment = chance.choice(SIGNALS), chance.uniform(0, seconds + 2)
         server = _Server(vishwamai, model, folder, around)
