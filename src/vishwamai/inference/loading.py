@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,6 @@ from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.generation import read_generation_config
 from vishwamai.models.gguf import model_directory
 from vishwamai.models.shards import read_index
-
-if TYPE_CHECKING:
-    pass
 
 
 @checked
