@@ -277,7 +277,7 @@ def test_a_template_is_tried_when_a_server_starts(monkeypatch: pytest.MonkeyPatc
 
     tokenizer = Tokenizer(encoder(), ChatTemplate("{{ raise_exception('no chats') }}", "chat.jinja"))
     lines: list[str] = []
-    monkeypatch.setattr(model, "plan", lambda arguments, adapters: types.SimpleNamespace(tokenizer=tokenizer))
+    monkeypatch.setattr(model, "plan", lambda *_: types.SimpleNamespace(tokenizer=tokenizer))
     monkeypatch.setattr(model, "warn", lines.append)
     monkeypatch.setattr(model, "load", lambda *args: (_ for _ in ()).throw(InterruptedError))
     options = {
@@ -291,6 +291,8 @@ def test_a_template_is_tried_when_a_server_starts(monkeypatch: pytest.MonkeyPatc
         "max_adapters": None,
         "max_adapter_rank": 16,
         "adapter_folder": None,
+        "programs": None,
+        "require_programs": False,
     }
     with pytest.raises(InterruptedError):
         serve._models(argparse.Namespace(**options, compile="lazy"))

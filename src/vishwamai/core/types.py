@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-
-__all__ = ["AnyArray", "DTypeLike", "PyTree", "Ref"]
+if TYPE_CHECKING:  # torch's package takes its types here, too, and imports no JAX
+    import jax
+    import jax.numpy as jnp
 
 AnyArray = Any
 """An array of JAX or NumPy, or a tensor of torch: formulas and GPU kernels that serve both frameworks use what these

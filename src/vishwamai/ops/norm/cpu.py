@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from vishwamai.core import ffi
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
-from vishwamai.core.types import AnyArray, DTypeLike
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.norm.spec import NormSpec, Operands, Outputs
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from vishwamai.core.qtensor import bits
-from vishwamai.core.types import AnyArray, DTypeLike
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.paged_attention import tpu_unpack
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import PagedRefs, Shape
