@@ -78,6 +78,10 @@ def _places(text: str) -> dict[str, _Place]:
     return places
 
 
+_PASSES = {"get-tuple-element", "bitcast", "copy", "copy-start", "copy-done"}
+"""Opcodes whose result is their operand, or a part of it."""
+
+
 class _Origins:
     """Where the values of a program come from."""
 
@@ -120,14 +124,22 @@ class _Origins:
             if writer is None or "dynamic_update_slice" not in writer.source:
                 continue
             parts = [self.every[operand] for operand in writer.operands if operand in self.every]
-            named = [
-                part
-                for part in parts
-                if part.nbytes < instruction.nbytes and part.nbytes > 4 and operation(part.source)
-            ]
-            source = max(named, key=lambda part: part.nbytes, default=writer)
+            sizes = [(part.nbytes, self._named(part)) for part in parts if 4 < part.nbytes < instruction.nbytes]
+            named = [(nbytes, source) for nbytes, source in sizes if source is not None]
+            source = max(named, key=lambda entry: entry[0], default=(0, writer))[1]
             return writer, source
         return instruction, instruction
+
+    def _named(self, instruction: Instruction) -> Instruction | None:
+        """The instruction whose source names an operation, through those that only pass its result on."""
+        for _ in range(8):
+            if operation(instruction.source):
+                return instruction
+            operands = [self.every[operand] for operand in instruction.operands if operand in self.every]
+            if instruction.opcode not in _PASSES or not operands:
+                return None
+            instruction = operands[0]
+        return None
 
 
 class _Lines:

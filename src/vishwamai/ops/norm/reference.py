@@ -50,7 +50,18 @@ def _inverse_power(spec: NormSpec, s: AnyArray) -> AnyArray:
     dtype = jnp.finfo(s.dtype)
     largest = jnp.max(jnp.abs(lax.stop_gradient(s)), axis=-1, keepdims=True)
     bounded = jnp.clip(largest, max(spec.eps**0.5, float(dtype.tiny)), 0.25 / float(dtype.tiny))
-    return 1.0 / lax.reduce_precision(bounded, dtype.nexp, 0)
+    if s.dtype != jnp.float64:
+        return 1.0 / lax.reduce_precision(bounded, dtype.nexp, 0)
+    return 1.0 / lax.platform_dependent(bounded, tpu=_power_by_float32, default=_power_of_float64)
+
+
+def _power_of_float64(bounded: AnyArray) -> AnyArray:
+    return lax.reduce_precision(bounded, jnp.finfo(jnp.float64).nexp, 0)
+
+
+def _power_by_float32(bounded: AnyArray) -> AnyArray:
+    """TPUs hold float64 as two float32, whose range it has there; their compiler reduces no float64."""
+    return lax.reduce_precision(bounded.astype(jnp.float32), jnp.finfo(jnp.float32).nexp, 0).astype(jnp.float64)
 
 
 XLA = Implementation("xla", None, forward, autodiff_backward(forward), autodiff=True)
