@@ -61,7 +61,11 @@ def adapting(folder, begin, /, mesh=None, **changes):
                 (WIDE, {"data": 2, "fsdp": 4}, {"lora": {"quantize": "int4"}, "remat": "full"}),
                 (WIDE, {"fsdp": 2, "sequence": 2, "tensor": 2}, {"lora": {"quantize": "fp8"}, "microbatches": 2}),
                 (WIDE, {"fsdp": 4, "tensor": 2}, {"lora": {"quantize": "int8", "targets": "query|down$"}}),
-                (WIDE, {"tensor": 2}, {"optimizer": {"name": "muon", "eps": 1e-4, "ema_decay": 0.5}}),
+                (
+                    WIDE,
+                    {"tensor": 2},
+                    {"optimizer": {"name": "muon", "learning_rate": 0.02, "eps": 1e-4, "ema_decay": 0.5}},
+                ),
                 (
                     EXPERTS,
                     {"expert": 2, "fsdp": 2, "tensor": 2},
