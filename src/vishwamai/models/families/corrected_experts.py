@@ -28,6 +28,18 @@ from vishwamai.models.parameters import PREFIX, Tensor
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
 
+_GLM_ROUTING: Mapping[str, Any] = {
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+}
+"""Defaults of GLM-4.5's experts and of those who took them over."""
+
 _SIGMOID = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid", "noaux_tc"), "moe_layer_freq": (1,)}
 
 
@@ -154,14 +166,7 @@ CORRECTED_MIXTURES: Mapping[str, Family] = {
             "attention_bias": False,
             "first_k_dense_replace": 1,
             "moe_intermediate_size": 1408,
-            "n_group": 1,
-            "n_routed_experts": 128,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "num_experts_per_tok": 8,
-            "rms_norm_eps": 1e-5,
-            "routed_scaling_factor": 1.0,
-            "topk_group": 1,
+            **_GLM_ROUTING,
         },
         fixed=_SIGMOID,
         aliases={"num_local_experts": "n_routed_experts"},
@@ -212,14 +217,7 @@ CORRECTED_MIXTURES: Mapping[str, Family] = {
             "head_dim": 128,
             "intermediate_size": 1280,  # of no layer: each has experts
             "moe_intermediate_size": 1280,
-            "n_group": 1,
-            "n_routed_experts": 128,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "num_experts_per_tok": 8,
-            "rms_norm_eps": 1e-5,
-            "routed_scaling_factor": 1.0,
-            "topk_group": 1,
+            **_GLM_ROUTING,
         },
         fixed={**_SIGMOID, "first_k_dense_replace": (0,), "use_qk_norm": (False,)},
         aliases={"num_local_experts": "n_routed_experts"},

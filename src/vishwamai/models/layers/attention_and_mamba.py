@@ -24,8 +24,30 @@ if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
 
 
+class PagedMamba(Mamba2):
+    """A selective state space in a layer that has attention, too: pages next to the states."""
+
+    @classmethod
+    def read(cls, sizes: Mapping[str, Any], window: int | None, rope: Rope) -> Self:
+        return cls(window, rope, **sizes)
+
+    @property
+    def attention(self) -> Attention:
+        """The part that has pages."""
+        return Attention(self.window, self.rope)
+
+    def page_row(self, config: ModelConfig) -> tuple[int, ...]:
+        return self.attention.page_row(config)
+
+    def has_pages(self, config: ModelConfig) -> bool:
+        return True
+
+    def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
+        return self.attention.units(config)
+
+
 @dataclasses.dataclass(frozen=True)
-class AttentionAndMamba(Mamba2):
+class AttentionAndMamba(PagedMamba):
     """Attention plus a selective state space.
 
     Attributes:
@@ -42,18 +64,9 @@ class AttentionAndMamba(Mamba2):
 
     tensors: ClassVar[Mapping[str, Tensor]] = {**Attention.tensors, **mamba_tensors(PREFIX + "mamba.")}
 
-    @classmethod
-    def read(cls, sizes: Mapping[str, Any], window: int | None, rope: Rope) -> Self:
-        return cls(window, rope, **sizes)
-
     @property
     def layer_type(self) -> str:
         return self.attention.layer_type
-
-    @property
-    def attention(self) -> Attention:
-        """The half that has pages."""
-        return Attention(self.window, self.rope)
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         return {**self.attention.parameters(config), **super().parameters(config)}
@@ -69,15 +82,6 @@ class AttentionAndMamba(Mamba2):
         inputs = times(x, self.attention_input)
         attention, pages = self.attention.step(config, arrays, inputs, step, pool.pages, first.pages)
         return self._sum(space, attention), MixedPool(pages, states)
-
-    def page_row(self, config: ModelConfig) -> tuple[int, ...]:
-        return self.attention.page_row(config)
-
-    def has_pages(self, config: ModelConfig) -> bool:
-        return True
-
-    def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
-        return self.attention.units(config)
 
     def mixing_flops(self, config: ModelConfig, length: int) -> float:
         return super().mixing_flops(config, length) + self.attention.mixing_flops(config, length)

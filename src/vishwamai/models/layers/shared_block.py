@@ -19,12 +19,12 @@ from vishwamai.core.activations import activate
 from vishwamai.models.axes import ONE_DEVICE
 from vishwamai.models.blocks import linear, norm
 from vishwamai.models.layers.attention import Attention
+from vishwamai.models.layers.attention_and_mamba import PagedMamba
 from vishwamai.models.layers.feed_forward import unit_parameters
-from vishwamai.models.layers.mamba2 import Mamba2, mamba_tensors
+from vishwamai.models.layers.mamba2 import mamba_tensors
 from vishwamai.models.layers.mixer import Arrays, Rows, Step
 from vishwamai.models.pages import MixedPool
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_parameter
-from vishwamai.models.rotation import Rope
 
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
@@ -50,7 +50,7 @@ class _Attention(Attention):
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedBlockAndMamba(Mamba2):
+class SharedBlockAndMamba(PagedMamba):
     """A shared block, and a selective state space on the sum of its output and the stream.
 
     Attributes:
@@ -68,10 +68,6 @@ class SharedBlockAndMamba(Mamba2):
     layer: int = 0
 
     sizes_of: ClassVar[str | None] = "linear_attention"
-
-    @classmethod
-    def read(cls, sizes: Mapping[str, Any], window: int | None, rope: Rope) -> Self:
-        return cls(window, rope, **sizes)
 
     def placed(self, layer: int, layers: int) -> Self:
         return dataclasses.replace(self, layer=layer)
@@ -179,15 +175,6 @@ class SharedBlockAndMamba(Mamba2):
             return self(config, arrays, x, tokens), pool, memory
         out, states = self.step(config, arrays, x, tokens, pool.states, first.states)
         return out, MixedPool(pages, states), memory
-
-    def page_row(self, config: ModelConfig) -> tuple[int, ...]:
-        return self.attention.page_row(config)
-
-    def has_pages(self, config: ModelConfig) -> bool:
-        return True
-
-    def units(self, config: ModelConfig) -> dict[str, tuple[str, int]]:
-        return self.attention.units(config)
 
     def mixing_flops(self, config: ModelConfig, length: int) -> float:
         block = self.block_parameters(config).values() if self.sharing == "reads" else ()
