@@ -17,7 +17,7 @@ from vishwamai.bench.machine import Usage
 from vishwamai.bench.numbers import Numbers
 from vishwamai.bench.subject import subject
 from vishwamai.cli import bench, bench_tables, main, progress
-from vishwamai.cli.interrupt import insistent_interrupt, interrupt_taken
+from vishwamai.core.interrupt import insistent_interrupt, interrupt_taken
 from vishwamai.core.cases import ArrayInit, Case
 from vishwamai.measure import machine_peaks
 from vishwamai.measure.machine_peaks import MachinePeaks

@@ -418,7 +418,7 @@ def test_the_embedding_example_finds_the_rabbit(monkeypatch):
 def test_an_interrupt_that_is_swallowed_comes_again():
     program = """
 import os, signal, time
-from vishwamai.cli.interrupt import insistent_interrupt
+from vishwamai.core.interrupt import insistent_interrupt
 before = signal.getsignal(signal.SIGINT)
 try:
     with insistent_interrupt():
@@ -434,6 +434,40 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "heard\n"
+
+
+def test_an_interrupt_that_a_library_turned_into_an_error_is_the_interrupt(tmp_path):
+    """JAX's `is_constant_dim` takes whatever is raised in it, an interrupt too, for a no, and its caller then fails."""
+    program = """
+import os, signal, sys
+from vishwamai import cli
+from vishwamai.bench import contest
+
+def swallow():
+    try:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        signal.pause()
+    except:
+        pass
+    raise AttributeError("'int' object has no attribute 'max'")
+
+class Candidate:
+    name, checked = "swallowing", True
+    def build(self, arrays):
+        swallow()
+
+runs = {
+    "command": lambda *words: swallow(),
+    "case": lambda *words: contest.contest([Candidate()], {}, check=None, timer=None, slowest=1.0),
+}
+cli._run = runs[sys.argv[2]]
+sys.exit(cli.main(["bench"]))
+"""
+    for name, status in {"SIGINT": 130, "SIGTERM": 143}.items():
+        for place in ("command", "case"):
+            words = [sys.executable, "-c", program, name, place]
+            done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+            assert done.returncode == status and "Traceback" not in done.stderr, (name, place, done.stderr)
 
 
 def test_an_interrupt_while_the_interpreter_closes_prints_no_traceback():

@@ -12,6 +12,7 @@ from vishwamai.bench import numbers
 from vishwamai.bench.candidates import Contestant, TooLarge
 from vishwamai.bench.numbers import Numbers
 from vishwamai.bench.subject import Arrays
+from vishwamai.core.interrupt import raise_interrupt
 from vishwamai.core.jax_errors import device_error, out_of_memory, out_of_memory_named
 from vishwamai.measure.timing import Call, Timing
 
@@ -71,6 +72,7 @@ def contest(
             outcomes[candidate.name] = ContestOutcome(candidate, note=str(reason))
             continue
         except Exception as error:  # it counts as wrong, with what it raised, and the others still get their turn
+            raise_interrupt()
             if out_of_memory(error):
                 outcomes[candidate.name] = ContestOutcome(candidate, note=str(device_error(candidate.name, error)))
                 continue

@@ -17,10 +17,10 @@ import textwrap
 from collections.abc import Sequence
 
 import vishwamai
-from vishwamai.cli.interrupt import Terminated, insistent_interrupt, interrupt_ends_process
 from vishwamai.core import logs
 from vishwamai.core.environment import libtpu_environment, share_threads
 from vishwamai.core.errors import VishwamaiError
+from vishwamai.core.interrupt import Terminated, insistent_interrupt, interrupt_ends_process
 
 COMMANDS = {
     "generate": "continue a prompt with a model that Hugging Face's directory holds",

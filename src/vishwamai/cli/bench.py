@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 from vishwamai.cli import options, output
 from vishwamai.cli.console import console, require_rich
 from vishwamai.cli.function import CommandError
-from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.core import logs
 from vishwamai.core.hardware import TPUS
+from vishwamai.core.interrupt import interrupt_taken
 from vishwamai.core.target import Target
 
 if TYPE_CHECKING:

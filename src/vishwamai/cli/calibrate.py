@@ -20,10 +20,10 @@ from pathlib import Path
 from vishwamai.cli import output
 from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
-from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Countdown
 from vishwamai.core import caches, logs
 from vishwamai.core.installing import install_line
+from vishwamai.core.interrupt import interrupt_taken
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -26,11 +26,11 @@ from vishwamai import reports
 from vishwamai.cli import function, model, options, output
 from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
-from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Countdown
 from vishwamai.core import logs
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.installing import install_line
+from vishwamai.core.interrupt import interrupt_taken
 from vishwamai.core.target import Target
 
 NEEDED = {

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from vishwamai.cli import options, output
 from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
-from vishwamai.cli.interrupt import interrupt_taken
 from vishwamai.cli.progress import Steps
 from vishwamai.core import logs
 from vishwamai.core.errors import KernelError
 from vishwamai.core.hardware import TPUS
+from vishwamai.core.interrupt import interrupt_taken
 from vishwamai.core.target import Target
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from vishwamai.core.cases import Case
 from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import KernelError, VishwamaiError
 from vishwamai.core.hardware import TpuChip
+from vishwamai.core.interrupt import raise_interrupt
 from vishwamai.core.observe import record_plans
 from vishwamai.core.op import CallPlan
 from vishwamai.core.target import Target
@@ -140,6 +141,7 @@ class Search:
             with tracing_for(self.target):
                 jax.eval_shape(program.fn, *program.args, **program.kwargs)
         except Exception as error:
+            raise_interrupt()
             return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         return None
 

@@ -15,6 +15,7 @@ from vishwamai.aot.compile.traced import Program, trace
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.figures import Estimate
+from vishwamai.core.interrupt import raise_interrupt
 from vishwamai.core.numbers import human
 from vishwamai.planning.memory.compiler import Compiler, Options
 from vishwamai.planning.memory.peak import PeakMemory
@@ -179,6 +180,7 @@ def _probed(
         changed = trace(call.wrap(fn), *call.args, target=program.target, **call.kwargs)
         total = compiler.probe(changed, options).total
     except Exception as error:  # the function may not take the changed arguments
+        raise_interrupt()
         text = str(error) if isinstance(error, VishwamaiError) else f"{type(error).__name__}: {error}"
         declined = text.splitlines()[0][:200]
         return Change(call.words, saving, None, peak.limit, declined=declined, rounds=call.rounds)

@@ -15,6 +15,10 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM: what Ctrl-C cleans up, it cleans up too."""
 
 
+_pending: type[KeyboardInterrupt] | None = None
+"""The interrupt of `insistent_interrupt` that has not left its block yet."""
+
+
 @contextlib.contextmanager
 def insistent_interrupt() -> Iterator[None]:
     """Makes SIGTERM an exception, `Terminated`, as Ctrl-C is one, and lets either come again every second until it
@@ -25,14 +29,13 @@ def insistent_interrupt() -> Iterator[None]:
         yield
         return
 
-    kind: type[KeyboardInterrupt] = KeyboardInterrupt
-
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal kind
+        global _pending
         if number != signal.SIGALRM:
-            kind = Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
-        raise kind
+            _pending = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        if _pending is not None:  # an alarm may come after who has caught the interrupt
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            raise _pending
 
     def report(dropped: sys.UnraisableHookArgs) -> None:
         if not (dropped.exc_type and issubclass(dropped.exc_type, KeyboardInterrupt)):
@@ -45,12 +48,33 @@ def insistent_interrupt() -> Iterator[None]:
     hook, sys.unraisablehook = sys.unraisablehook, report
     try:
         yield
+    except Exception:
+        raise_interrupt()
+        raise
     finally:
         sys.unraisablehook = hook
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _end_repetition()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def raise_interrupt() -> None:
+    """Raises the interrupt that a library turned into another exception, such as jax's `is_constant_dim`, which takes
+    whatever is raised in it for a no. For an `except Exception` that would count the other exception as a result.
+
+    Raises:
+      KeyboardInterrupt: `insistent_interrupt` has raised it, and it has neither left that block nor been caught by who
+        called `interrupt_taken`.
+    """
+    if _pending is not None:
+        raise _pending
+
+
+def _end_repetition() -> None:
+    global _pending
+    _pending = None
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def interrupt_taken(stop: KeyboardInterrupt) -> int:
@@ -58,7 +82,7 @@ def interrupt_taken(stop: KeyboardInterrupt) -> int:
     The next one interrupts that, too.
     """
     if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _end_repetition()
     return 143 if isinstance(stop, Terminated) else 130
 
 
