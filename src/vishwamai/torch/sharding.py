@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vishwamai.core.types import AnyArray
-from vishwamai.torch import dtensor_private
+from vishwamai.torch import dtensor_private, torch_private
 
 Dims = tuple[str | None, ...]
 
@@ -155,6 +155,7 @@ def register_sharding() -> None:
 
     if not torch.distributed.is_available():
         raise DeviceError("register_sharding: this torch has no torch.distributed; install a build that has it.")
+    torch_private.register_operators()  # a rule is stated in its operation's file, imported when it is used
     for name, rule in RULES.items():
         operator = getattr(torch.ops.vishwamai, name).default
         dtensor_private.register_strategy(operator, functools.partial(_strategy, rule))

@@ -63,8 +63,7 @@ class _Operators(torch._ops._OpNamespace):
             ours = [module for name, module in sys.modules.items() if name.startswith("vishwamai.torch.")]
             if op_name.startswith("__") or any(getattr(module.__spec__, "_initializing", False) for module in ours):
                 raise
-            object.__setattr__(self, "__class__", torch._ops._OpNamespace)
-            self.__dict__.pop("register")()
+            register_operators()
             return getattr(self, op_name)
 
 
@@ -73,3 +72,12 @@ def load_operators_by(register: Callable[[], None]) -> None:
     operators: Any = torch.ops.vishwamai
     operators.__class__ = _Operators
     operators.__dict__["register"] = register
+
+
+def register_operators() -> None:
+    """Registers every operator, for what needs all of them at once; a second call does nothing."""
+    operators: Any = torch.ops.vishwamai
+    register = operators.__dict__.pop("register", None)
+    if register is not None:
+        object.__setattr__(operators, "__class__", torch._ops._OpNamespace)
+        register()
