@@ -64,15 +64,15 @@ clients: $(VENV)/.world ## the client libraries of OpenAI's interface against a 
 
 # The files that have the mark: to import the other ones costs each worker more than many of these tests.
 test-gpu: $(VENV)/.dev ## the contract of the Triton kernels, in Triton's interpreter: no GPU needed
-	TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" $(shell grep -l "mark\.interpreter" tests/test_*.py)
+	TRITON_INTERPRET=1 $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" $(shell grep -l "mark\.interpreter" tests/*/test_*.py)
 
 # The second run needs JAX's plugin for CUDA in the environment: `pip install 'jax[cuda13]'`.
 # JAX stays on the CPU in the first run, where the tensors come from; in the second its own programs call the kernels.
 test-on-gpu: $(VENV)/.dev ## the same contract by compiled kernels on this machine's GPU: from torch, then in JAX's programs; CUDA graphs; torch's transforms, models, the engine and training
-	TRITON_ON_GPU=1 JAX_PLATFORMS=cpu $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" $(shell grep -l "mark\.interpreter" tests/test_*.py)
-	TRITON_ON_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" tests/test_contract.py
-	$(PY) -m pytest $(WORKERS) -k capture tests/test_gpu_launch.py
-	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(WORKERS) tests/test_on_gpu_torch.py tests/test_on_gpu_system.py
+	TRITON_ON_GPU=1 JAX_PLATFORMS=cpu $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" $(shell grep -l "mark\.interpreter" tests/*/test_*.py)
+	TRITON_ON_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(WORKERS) -m "interpreter and not long and not soak" tests/ops/test_contract.py
+	$(PY) -m pytest $(WORKERS) -k capture tests/gpu/test_gpu_launch.py
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false $(PY) -m pytest $(WORKERS) tests/torch_ops/test_on_gpu_torch.py tests/gpu/test_on_gpu_system.py
 
 # The newest Python and the newest jax, flax, optax, orbax, grain and libtpu, in an environment of its own: neither torch
 # (its wheels for these Pythons bring CUDA) nor the native module, which `make first-hour` tries there.
@@ -88,7 +88,7 @@ test-newest: tools/newest_python.py ## the core, models, serving and training wi
 	$(NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -q --upgrade -r $(NEWEST_VENV)/requires.txt
 	$(NEWEST_VENV)/bin/python -m pip --disable-pip-version-check list | grep -iE "^(jax|flax|optax|orbax|grain|libtpu)"
 	PYTHONPATH=src:capibara/src $(NEWEST_VENV)/bin/python -B -m pytest -p no:cacheprovider $(WORKERS) -m "not long and not soak" $(LIMITED) \
-	  $(foreach name,$(NEWEST_TESTS),tests/test_$(name).py)
+	  $(foreach name,$(NEWEST_TESTS),tests/*/test_$(name).py)
 
 # Beside the pinned release of the environment, which it leaves as it is. NEWEST= (nothing) compiles every model's shapes, which takes several minutes.
 NEWEST ?= --few
@@ -105,8 +105,8 @@ test-soak: $(VENV)/.world ## what takes many minutes each: a crowd of clients, a
 	$(PY) -m pytest -m soak -o faulthandler_timeout=0 tests
 
 test-cpu: $(VENV)/.dev ## the contract of the native CPU kernels; VISHWAMAI_CPU_ISA=generic|avx2|avx512|avx512_bf16 forces an instruction set
-	$(PY) -m pytest $(WORKERS) -m "not long and not soak" -k native_cpu tests/test_contract.py tests/test_attention_rows.py
-	$(PY) -m pytest $(WORKERS) -m "not long and not soak" tests/test_cpu.py
+	$(PY) -m pytest $(WORKERS) -m "not long and not soak" -k native_cpu tests/ops/test_contract.py tests/ops/test_attention_rows.py
+	$(PY) -m pytest $(WORKERS) -m "not long and not soak" tests/ops/test_cpu.py
 
 # The thread pool under the thread sanitizer as a program of its own: Python, JAX and XLA are not built with it. Leaks are not asked for: Python has its own. Nor are the tests of long sums' digits, which take minutes there.
 sanitize: $(VENV)/.dev ## the native CPU kernels under the address, undefined-behaviour and thread sanitizers
@@ -117,7 +117,7 @@ sanitize: $(VENV)/.dev ## the native CPU kernels under the address, undefined-be
 	build/sanitize/parallel_stress
 	VISHWAMAI_CPU_MODULE="$$(ls $(abspath build/sanitize)/_cpu*.so)" LD_PRELOAD="$$(for l in asan ubsan stdc++; do $(CXX) -print-file-name=lib$$l.so; done | tr '\n' ' ')" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 VISHWAMAI_CPU_POISON=1 \
-	  $(PY) -m pytest -n $(JOBS) -m "" -k "(native_cpu or test_cpu) and not long_sums" $(LIMITED) tests/test_contract.py tests/test_attention_rows.py tests/test_cpu.py
+	  $(PY) -m pytest -n $(JOBS) -m "" -k "(native_cpu or test_cpu) and not long_sums" $(LIMITED) tests/ops/test_contract.py tests/ops/test_attention_rows.py tests/ops/test_cpu.py
 
 # The kernels for 64-bit Arm by Debian's cross compiler (apt-get install g++-aarch64-linux-gnu qemu-user), and run under an emulator where there is one.
 arm64: ## compile the CPU kernels for 64-bit Arm and check their numbers under qemu

@@ -140,7 +140,7 @@ def experts_of_slices(devices: int) -> list[np.ndarray]:
 
 def experts_ragged(devices: int) -> list[np.ndarray]:
     """As `experts`, where only the rows travel that there are, by what stands in for it on CPUs."""
-    from test_moe import gathered_ragged_all_to_all
+    from ragged import gathered_ragged_all_to_all
 
     with unittest.mock.patch.object(jax.lax, "ragged_all_to_all", gathered_ragged_all_to_all):
         return _experts({"expert": devices}, exchange="ragged")

@@ -2,7 +2,7 @@
 MI300: does it compile, does it spill?
 
 `make triton-newest` runs it with the newest release. It needs no GPU; the exit code is 1 if a kernel does not compile
-or spills more than the pinned release's does (which spills nothing but what tests/test_gpu_code.py names).
+or spills more than the pinned release's does (which spills nothing but what tests/gpu/test_gpu_code.py names).
 """
 
 from __future__ import annotations

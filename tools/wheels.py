@@ -34,7 +34,14 @@ EXTRAS = "aot,bench,serve,train"
 COMMANDS = (["--version"], ["doctor"], ["explain", "vishwamai:rms_norm", "--args", "bf16[8,256], bf16[256]"])
 """Commands that need no extra."""
 
-CORE = ("core_choice", "core_gradient", "core_dropout", "config", "observe", "rope")
+CORE = (
+    "ops/test_core_choice.py",
+    "ops/test_core_gradient.py",
+    "ops/test_core_dropout.py",
+    "core/test_config.py",
+    "core/test_observe.py",
+    "ops/test_rope.py",
+)
 """Files of tests/ that `--core` runs: they need neither torch nor libtpu."""
 
 CORE_NEEDS = ("pytest>=9.0", "pytest-xdist>=3.8", "hypothesis>=6.150", "sybil>=9")
@@ -149,7 +156,7 @@ def core(python: str, out: Path, folder: Path, constraint: Path | None) -> None:
         versions.write_text(without_jax(constraint))
         pins = ["--constraint", str(versions)]
     install(binaries, *pins, f"jax=={tried_with()[version]}", *CORE_NEEDS, cross_wheel.NAME)
-    files = [str(ROOT / "tests" / f"test_{name}.py") for name in CORE]
+    files = [str(ROOT / "tests" / path) for path in CORE]
     words = ["-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal", *files]
     around = os.environ | {"JAX_PLATFORMS": "cpu"}
     subprocess.run([str(binaries / "python"), "-P", "-c", NATIVE], check=True, env=around)

@@ -1,7 +1,7 @@
 """What an error of JAX means. JAX raises plain `TypeError`, `ValueError` and `NotImplementedError`, so only the text
 tells them apart.
 
-Every text of JAX that the package depends on is here. `tests/test_jax_errors.py` provokes each error, and so fails
+Every text of JAX that the package depends on is here. `tests/core/test_jax_errors.py` provokes each error, and so fails
 under a version of JAX that words it in another way. The texts of libtpu are in `vishwamai.aot`.
 """
 

@@ -5,7 +5,7 @@ check while it compiles, v5e:6x10 is described but has no routing table. This ta
 
 Sources: the slice shapes of Google Cloud's pages on v4, v5e, v5p, v6e and TPU7x. From v4 on, a 3D slice of whole cubes
 is AxBxC with all sides multiples of 4, up to the pod ("TPU types and topologies"). The slices of up to 256
-chips, and the largest ones, compile with libtpu 0.0.51 (`tests/test_target.py`).
+chips, and the largest ones, compile with libtpu 0.0.51 (`tests/core/test_target.py`).
 """
 
 from __future__ import annotations
