@@ -292,7 +292,8 @@ def write_set(
 def target_programs(load: Load, on_program: Callable[[int, int, str], None] | None, store: Any) -> Programs:
     """Compiles the programs of a load for its target, with shapes in place of arrays; reads headers only.
 
-    Raises: as `write_set`.
+    Raises:
+      VishwamaiError: as `write_set`.
     """
     assert load.target is not None
     mesh, chip, keys = load.device_mesh, Target.parse_chip(load.target), load.optimization.of_kernels

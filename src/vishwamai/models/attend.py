@@ -94,7 +94,7 @@ def attend_pages(
     """Attention of new tokens over pages, which get their keys and values first.
 
     Args:
-      config, window, query, sinks: those of `attend_sequences`, of the new tokens.
+      config, window, query, sinks: arguments of `attend_sequences`, of the new tokens.
       key: keys of the new tokens; None where the pages have theirs.
       value: values of the new tokens; None where `key` is a latent row.
       batch: the sequences.

@@ -88,7 +88,7 @@ def attend_chosen_pages(
     Args:
       config: the model, for the scale of the logits.
       query: absorbed queries, as `vishwamai.ragged_paged_attention` takes them for latent pages.
-      row: what the pages hold of the new tokens; a key is its first features.
+      row: features of the new tokens as the pages hold them; a key is its first features.
       select: function of the pool that gives the positions of the tokens chosen.
       batch: the sequences.
       pages: the pool of the layer's group.

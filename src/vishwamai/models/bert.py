@@ -246,7 +246,7 @@ def from_hugging_face(tensors: Mapping[str, Stored], config: BertConfig, dtype: 
     The pooler and the heads of other tasks are not read: no embedding needs them.
 
     Args:
-      tensors: by their names in the checkpoint (`shards.read_index`); products are stored `[out, in]` there.
+      tensors: index of the checkpoint's tensors by name (`shards.read_index`); products are stored `[out, in]` there.
       dtype: dtype of the result.
 
     Raises:

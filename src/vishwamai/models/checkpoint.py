@@ -133,7 +133,8 @@ def storages(directory: Path, config: ModelConfig) -> Callable[[str, Parameter, 
     """How `from_pretrained(directory, quantize="keep")` holds each parameter of each layer, by the headers alone: a
     function of a parameter's name, entry and layer to its storage, None for a plain array.
 
-    Raises: as `from_pretrained`, as does the function.
+    Raises:
+      VishwamaiError: as `from_pretrained`, as does the function.
     """
     index = _index(directory, KEEP, config)
 

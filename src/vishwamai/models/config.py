@@ -56,7 +56,7 @@ class ModelConfig:
 
     Attributes:
       family: the `model_type` of Hugging Face, a key of `families.FAMILIES`.
-      norms: where the blocks normalize: "pre" (their input), "post" (their output) or "both"; with "parallel" both
+      norms: place of the blocks' norms: "pre" (their input), "post" (their output) or "both"; with "parallel" both
         blocks read the stream, each with a norm of its own, and with "shared" after one norm; with "stream" the
         normalized input is the stream from there on (MiniMax).
       layer_norm: norms subtract the mean (`vishwamai.layer_norm`); False for `vishwamai.rms_norm`.
@@ -69,7 +69,7 @@ class ModelConfig:
       output_bias: attention's last product has one; None for the same as `attention_bias`.
       mlp_bias: the products of the feed-forward network have biases.
       mlp_multipliers: factors of a gated unit's gate and of its output (Falcon-H1).
-      mlp_stream_scale, mlp_block_scale: with norms "stream", factors of the stream and of the feed-forward network's
+      mlp_stream_scale, mlp_block_scale: factors, with norms "stream", of the stream and of the feed-forward network's
         output.
       query_scalar: attention's logits are divided by its root; None for that of `head_dim`.
       attention_softcap, final_logit_softcap: bounds of attention's logits and of the model's; None for none.

@@ -220,7 +220,7 @@ class RotaryBertConfig:
         """The parameters with an adapter next to them.
 
         Args:
-          parameters: those of the model.
+          parameters: arrays of the model.
           matrices: `[in, rank]` and `[rank, out]` by the names of the modules.
           source: the adapter's folder, for errors.
 

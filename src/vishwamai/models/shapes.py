@@ -26,9 +26,10 @@ def decoder_shapes(
       directory: the checkpoint, whose headers say what `quantize="keep"` holds.
       config: its configuration.
       dtype, quantize: arguments of `from_pretrained`.
-      place: where every parameter lies, or the mesh and the rules by which it is split.
+      place: sharding of every parameter, or the mesh and the rules by which it is split.
 
-    Raises: as `from_pretrained`.
+    Raises:
+      VishwamaiError: as `from_pretrained`.
 
     >>> import pathlib, jax
     >>> from jax.sharding import SingleDeviceSharding

@@ -74,7 +74,7 @@ class Tokenizer:
 
         Args:
           messages: `{"role": ..., "content": ...}` each, as clients of OpenAI's API send them.
-          **values: what else the template reads: `tools`, `add_generation_prompt` (True by default), and the like; see
+          **values: further variables of the template: `tools`, `add_generation_prompt` (True by default) and so on; see
             `ChatTemplate.rendering`.
 
         Raises:

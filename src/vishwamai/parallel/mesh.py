@@ -248,7 +248,8 @@ def on_sides(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
     """The devices in the shape of a mesh, before its last axis is put in the order of a ring. The first axis goes over
     slices.
 
-    Raises: as `laid_out`.
+    Raises:
+      VishwamaiError: as `laid_out`.
     """
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1:

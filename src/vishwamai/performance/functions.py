@@ -37,7 +37,8 @@ def flash_attention_forward(
       The output `[batch, heads, q_len, v_dim]`; with `return_lse=True` a pair of it and the natural logsumexp
       `[batch, heads, q_len]`, float32 (float64 for float64).
 
-    Raises: as `vishwamai.flash_attention`.
+    Raises:
+      VishwamaiError: as `vishwamai.flash_attention`.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.zeros((1, 2, 8, 16))

@@ -46,7 +46,8 @@ def exchange_seconds(
       embedding: bytes of a device's `parameters` that are an embedding which "fsdp" splits and no device gathers:
         devices exchange the rows of its result, and those of their gradients.
 
-    Raises: as `estimate_collective`, and as `training.pipeline.stages.cut`.
+    Raises:
+      VishwamaiError: as `estimate_collective`, and as `training.pipeline.stages.cut`.
     """
     mesh = config.mesh
     wide = jnp.dtype(config.model.param_dtype).itemsize

@@ -117,7 +117,8 @@ def trace_serving(
     It takes the largest logit; with `sampling`, it draws as the engine does, and writes the tokens to the history. The
     options are constants of this program, so that the compiler drops the branches that they do not take.
 
-    Raises: as `program.trace`.
+    Raises:
+      VishwamaiError: as `program.trace`.
     """
     graph, variables = serving.parameters()
     new, context = (1, serving.length) if prompt is None else (prompt, prompt)

@@ -14,7 +14,8 @@ from vishwamai.training.program import program_on
 def trace_training(config: TrainConfig, target: str) -> Program:
     """The training step as `vishwamai train` jits it on a target, traced.
 
-    Raises: as `training.program.program_on` and `planning.trace`.
+    Raises:
+      VishwamaiError: as `training.program.program_on` and `planning.trace`.
     """
     program = program_on(target, config)
     traced = trace(jax.jit(program.step(), donate_argnums=0), *program.arguments, target=target)

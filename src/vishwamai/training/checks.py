@@ -35,7 +35,8 @@ from vishwamai.training.sharding import UNGATHERED, check_sizes, mesh_text
 def check(config: TrainConfig) -> None:
     """What the sections ask of one another, and of the devices of this process.
 
-    Raises: as `check_step`; and ConfigError where there are no sources, or processes without a part.
+    Raises:
+      VishwamaiError: as `check_step`; and ConfigError where there are no sources, or processes without a part.
     """
     config = resolved(config)
     if not config.data.sources:

@@ -63,7 +63,8 @@ def open_dataset(source: SourceSection) -> IterableDataset:
 def batches(source: SourceSection) -> Iterator[pyarrow.RecordBatch]:
     """The rows of a source in order.
 
-    Raises: as `open_dataset`; and DeviceError where the Hub breaks off.
+    Raises:
+      VishwamaiError: as `open_dataset`; and DeviceError where the Hub breaks off.
     """
     rows = open_dataset(source).with_format("arrow")
     count = 0

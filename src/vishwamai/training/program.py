@@ -208,7 +208,8 @@ def training_program(
       chip: the TPU that it is for; None for another platform.
       devices: devices of the chip; None for those of JAX.
 
-    Raises: as `make_layout`, `make_stages` and `compiler_options`.
+    Raises:
+      VishwamaiError: as `make_layout`, `make_stages` and `compiler_options`.
     """
     config = resolved(config, None if chip is None else Target("tpu", chip))
     rows = config.batch_size, config.microbatches
@@ -226,7 +227,8 @@ def program_on(target: str, config: TrainConfig) -> TrainingProgram:
       target: chip or slice.
       config: configuration of a run, of which no file of the data is read.
 
-    Raises: as `slices.on_slice`, `model_shapes` and `training_program`.
+    Raises:
+      VishwamaiError: as `slices.on_slice`, `model_shapes` and `training_program`.
     """
     config = on_slice(config, target)
     return training_program(config, model_shapes(config), Target.parse_chip(target), libtpu.devices_for(target))

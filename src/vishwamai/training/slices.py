@@ -25,7 +25,8 @@ def checked_for(target: str, config: TrainConfig, *, search: bool = False) -> Tr
       config: configuration of a run.
       search: True where other meshes are tried, so that its own need not have all devices.
 
-    Raises: as `checks.check_step` and `on_slice`.
+    Raises:
+      VishwamaiError: as `checks.check_step` and `on_slice`.
     """
     devices = devices_of(target)
     config = resolved(over_all_devices(config, devices), TPU)

@@ -205,7 +205,9 @@ def write_tokens(
 def check_template(source: SourceSection, template: TrainingTemplate | None, preferences: DpoSection | None) -> None:
     """Whether one of the first documents of a source becomes text.
 
-    Raises: as `TrainingTemplate.render`; and ConfigError where a document is a chat, and there is no template.
+    Raises:
+      VishwamaiError: as `TrainingTemplate.render`.
+      ConfigError: a document is a chat, and there is no template.
     """
     records = placed_documents(source) if preferences is None else placed_pairs(source, preferences)
     failure = None

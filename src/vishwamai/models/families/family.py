@@ -43,7 +43,7 @@ class Family:
         (the same in a family without windows).
       types_key: the key of `layer_types` in files; None where files do not give them.
       layer_keys: further keys that say what the layers are: `use_sliding_window`, `mlp_only_layers` and the like.
-      window_period: without `layer_types`, every so many layers one attends to everything.
+      window_period: number of layers of which one attends to everything, where the file has no `layer_types`.
       theta: base of the rotations where the file gives none. theta_key: the key that gives it, besides
         `rope_parameters`.
       partial: share of a head's features that rotate where the file gives none; None: the family has no such key.

@@ -23,7 +23,7 @@ class NoMixer(Mixer):
     """The mixer of a layer that is a feed-forward network alone.
 
     Attributes:
-      name: what `layer_types` calls such a layer.
+      name: word of `layer_types` for such a layer.
     """
 
     name: str = "mlp"

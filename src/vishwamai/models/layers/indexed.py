@@ -53,9 +53,9 @@ class SharedIndexAttention(LatentAttention):
         """The output, the pool, and the tokens chosen.
 
         Args:
-          config, arrays, x: those of a call.
+          config, arrays, x: arguments of a layer's call.
           tokens: whole sequences, or the new tokens of a step.
-          pool, first: those of a step.
+          pool, first: arguments of a step.
           index: int32 `[batch, seq, index_keys]`, what the layer before chose: positions in the row, or in the
             sequence of a step; None where all tokens are seen, or where there is no layer before.
         """

@@ -63,7 +63,7 @@ class LayerKind:
     Attributes:
       mixer: the half in which tokens exchange information.
       feed_forward: the half that computes each token on its own.
-      norms: where it normalizes; None for `ModelConfig.norms`; "mixer" where the mixer does so itself.
+      norms: place of its norms; None for `ModelConfig.norms`; "mixer" where the mixer does so itself.
     """
 
     mixer: Mixer = Attention()

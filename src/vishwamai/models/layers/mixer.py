@@ -63,7 +63,7 @@ class Mixer:
     Attributes:
       window: tokens that a token sees, its own included; None for all before it.
       rope: the rotation of queries and keys.
-      stream_scale, block_scale: with `ModelConfig.norms` "stream", factors of the stream and of the mixer's output.
+      stream_scale, block_scale: factors, with `ModelConfig.norms` "stream", of the stream and of the mixer's output.
       tensors: the tensors of checkpoints by the parameter's name, where a family has no other.
       sizes_of: the layer type whose sizes it has next to its own; None for its own alone.
     """
@@ -128,7 +128,7 @@ class Mixer:
         """The output for new tokens of sequences whose earlier tokens are in the layer's state.
 
         Args:
-          config, arrays, x: those of a call.
+          config, arrays, x: arguments of a layer's call.
           step: the sequences.
           pool: pages or states of the layers that are stacked with this one, as `page_shapes` gives them.
           first: int32 scalar, index of this layer's first entry in the pool.

@@ -152,9 +152,9 @@ class SharedBlockAndMamba(PagedMamba):
         """The output for the stream `x`, without a norm, as of `Mixer.step`, and the pool and the memory after it.
 
         Args:
-          config, arrays, x: those of a call.
+          config, arrays, x: arguments of a layer's call.
           tokens: whole sequences, or the new tokens of a step.
-          pool, first: those of a step; None for whole sequences.
+          pool, first: arguments of a step; None for whole sequences.
           memory: memory of `layer`, with the embeddings, and the parameters of the blocks that earlier layers have.
         """
         name = f"{self.layer_type} {self.block}"

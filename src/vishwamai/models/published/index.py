@@ -97,7 +97,7 @@ def decode_index(index: Mapping[str, Stored], values: Mapping[str, Any] | None, 
     Args:
       index: all tensors by name.
       values: `quantization_config` of `config.json`, or None.
-      source: that file's name, for errors.
+      source: name of that file, for errors.
 
     Raises:
       UnsupportedError: the format, or an option of it, is not known; the text names it.

@@ -81,7 +81,8 @@ def training_memory(config: TrainConfig, target: str) -> Breakdown:
 
     Needs no compiler; takes seconds the first time for a model and a policy, and milliseconds after that.
 
-    Raises: as `training.slices.on_slice` and `training.program.training_step`.
+    Raises:
+      VishwamaiError: as `training.slices.on_slice` and `training.program.training_step`.
     """
     config = on_slice(config, target)
     shapes, lay = _shapes(_key(config)), _layout(_key(config), config.mesh)

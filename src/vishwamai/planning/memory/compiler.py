@@ -55,7 +55,7 @@ class ProgramMemory:
       limit: bytes that the compiler lets one device use.
       parts: bytes of a compiled program: "arguments", "outputs", "temporaries", "code" and "aliased" (outputs that
         lie in donated arguments, which `total` counts once). Empty for a probe.
-      allocations: for a program that does not fit, its largest allocations, where the compiler names them.
+      allocations: largest allocations of a program that does not fit, where the compiler names them.
     """
 
     target: str
@@ -111,7 +111,8 @@ class Compiler:
     def verify(self, program: Program, options: Options | None = None) -> ProgramMemory:
         """The memory of the program that the compiler makes; a program that does not fit has the compiler's total.
 
-        Raises: as `probe`.
+        Raises:
+          VishwamaiError: as `probe`.
         """
         return verified_memory(program, self._ask(program, None, options))
 
@@ -120,7 +121,8 @@ class Compiler:
         """Compiles the program, with what the compiler writes of it: its answer, and a directory that has the bundles
         and, where it can be read, the optimised program as `TEXT`. The directory is removed after the block.
 
-        Raises: as `probe`.
+        Raises:
+          VishwamaiError: as `probe`.
         """
         self._child.stop()  # the options that make libtpu write are read when it is loaded
         with _scratch(program) as directory:
@@ -133,7 +135,8 @@ class Compiler:
     def peak(self, program: Program, options: Options | None = None) -> PeakMemory:
         """What lies in the memory at the program's peak, by the live ranges of a probe.
 
-        Raises: as `probe`; also KernelError: the installed libtpu writes no live ranges that can be read.
+        Raises:
+          VishwamaiError: as `probe`; also KernelError: the installed libtpu writes no live ranges that can be read.
         """
         first = self._ask(program, PROBE_MIB, options)
         allowed = _allowed_again(program, first["needed"]) if "needed" in first else PROBE_MIB

@@ -65,7 +65,8 @@ def slot_of(step: TrainingStep, layout: Layout, rows: int) -> Slot:
 def microbatches_kept(config: TrainConfig, model: ModelConfig) -> float:
     """Of how many microbatches a device has room at once for what the backward pass needs; 1 without stages.
 
-    Raises: as `training.pipeline.stages.cut`.
+    Raises:
+      VishwamaiError: as `training.pipeline.stages.cut`.
     """
     if config.mesh.pipeline == 1:
         return 1.0
@@ -83,7 +84,8 @@ def stretch(config: TrainConfig, model: ModelConfig, recomputed: float) -> float
       config: the step. model: which it trains.
       recomputed: share of the forward pass that is computed again.
 
-    Raises: as `training.pipeline.stages.cut`.
+    Raises:
+      VishwamaiError: as `training.pipeline.stages.cut`.
     """
     if config.mesh.pipeline == 1:
         return 1.0

@@ -34,7 +34,8 @@ def explain_training(
       config: configuration of the step. target: slice.
       compiler: the process to ask. report: called with a line of text before each step that takes time.
 
-    Raises: as `planning.training.trace_training`, and as `explain_memory`.
+    Raises:
+      VishwamaiError: as `planning.training.trace_training`, and as `explain_memory`.
     """
     report(f"{target}: reading what lies in the memory at the peak")
     peak = compiler.peak(trace_training(config, target))
@@ -52,7 +53,8 @@ def training_changes(
       config: configuration of the step that is too large. target: the slice.
       compiler: the process to ask. report: called with a line of text before each probe.
 
-    Raises: as `planning.training.trace_training` for the configuration itself.
+    Raises:
+      VishwamaiError: as `planning.training.trace_training` for the configuration itself.
     """
     config = on_slice(config, target)
     base = training_memory(config, target)

@@ -119,7 +119,8 @@ def explain_memory(
 
     Args: as `probe`.
 
-    Raises: as `probe`; also KernelError: the installed libtpu writes no live ranges that can be read.
+    Raises:
+      VishwamaiError: as `probe`; also KernelError: the installed libtpu writes no live ranges that can be read.
 
     >>> import jax, jax.numpy as jnp
     >>> w = jax.ShapeDtypeStruct((50_000, 50_000), jnp.float32)

@@ -230,7 +230,8 @@ def candidates(config: TrainConfig, target: str) -> Iterator[TrainConfig]:
     The fewest microbatches come first, then what recomputes least, then the mesh that splits and gathers least. Those
     that the stages of `mesh.pipeline` cannot compute are left out.
 
-    Raises: as `meshes`; and as `training.slices.check_stages`, where stages can compute none.
+    Raises:
+      VishwamaiError: as `meshes`; and as `training.slices.check_stages`, where stages can compute none.
 
     >>> from vishwamai.planning.memory.allocation import llama_like, training_config
     >>> config = training_config(llama_like(256, 512), {}, "v5e:2x2", batch_size=4, sequence_length=512)

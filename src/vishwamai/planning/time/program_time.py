@@ -140,7 +140,8 @@ def step_time(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs:
 def time_program(compiler: Compiler, program: Program) -> tuple[ProgramMemory, StepTime | None]:
     """The memory of the compiled program, and its time; no time where it does not fit.
 
-    Raises: as `step_time`, for a program that fits.
+    Raises:
+      VishwamaiError: as `step_time`, for a program that fits.
     """
     key = f"{program.fingerprint}-time{FORMAT}{_digest(program.scalars)}"
     stored, full = (answers.read(FOLDER, name) for name in (key, f"{program.fingerprint}-full"))

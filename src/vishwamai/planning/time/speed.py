@@ -92,7 +92,8 @@ def training_time(config: TrainConfig, target: str, memory: Breakdown | None = N
       config: the step, which fits the target's devices. target: a chip or slice.
       memory: result of `training_memory` for them, where the caller has it.
 
-    Raises: as `training_memory`.
+    Raises:
+      VishwamaiError: as `training_memory`.
     """
     config = resolved(config, TPU)
     memory = memory or training_memory(config, target)

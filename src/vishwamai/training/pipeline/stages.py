@@ -153,7 +153,8 @@ def make_stages(
 def cut(config: TrainConfig, model: ModelConfig) -> tuple[Segment, tuple[Schedule, ...], Ticks]:
     """The periods of a model, and the schedules of its stages with what they run.
 
-    Raises: as `make_stages`.
+    Raises:
+      VishwamaiError: as `make_stages`.
     """
     return _cut(config.mesh.pipeline, config.pipeline, config.microbatches, model)
 
