@@ -36,13 +36,21 @@ def is_due(n: int, index: int) -> bool:
     return (index - SEED) % n == 0
 
 
+RARITY = 2
+"""Factor of every n of `one_in`, `turns`, `in_turn` and `drawn`: with it the default suite takes ten minutes on two
+cores, and the long run has the time that is left.
+"""
+
+
 def one_in(n: int, index: int) -> Any:
-    """The marks of the index-th of many like tests, of which one in n runs by default."""
-    return marks(is_due(n, index)) if n > 1 else ()
+    """The marks of the index-th of many like tests, of which one in n * `RARITY` runs by default."""
+    return marks(is_due(RARITY * n, index)) if n > 1 else ()
 
 
 def turns(item: pytest.Item) -> None:
-    """Marks a test that has `pytest.mark.turns(n)`: each of its cases runs by default under one of n seeds in a row."""
+    """Marks a test that has `pytest.mark.turns(n)`: each of its cases runs by default under one of n * `RARITY` seeds
+    in a row.
+    """
     mark = item.get_closest_marker("turns")
     if mark is not None and item.get_closest_marker("rotating") is None:
         for rotating in one_in(mark.args[0], zlib.crc32(item.nodeid.encode())):
@@ -50,7 +58,7 @@ def turns(item: pytest.Item) -> None:
 
 
 def in_turn(n: int, given: Iterable[Any]) -> list[Any]:
-    """The parameters of like tests (tuples where a test has several), of which one in n runs by default."""
+    """The parameters of like tests (tuples where a test has several), of which one in n * `RARITY` runs by default."""
     return [
         pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=one_in(n, i)) for i, one in enumerate(given)
     ]
@@ -68,8 +76,8 @@ def spans(few: int, many: int, size: int = 25) -> list[Any]:
 
 
 def drawn(grid: Sequence[tuple[Any, ...]], n: int, count: int | None = None) -> list[Any]:
-    """Combinations of another project's grid, all or `count` (the same in every run), of which one in n runs by
-    default.
+    """Combinations of another project's grid, all or `count` (the same in every run), of which one in
+    n * `RARITY` runs by default.
     """
     chosen = grid if count is None else random.Random(0).sample(grid, count)
     return [pytest.param(*one, marks=one_in(n, i), id=str(i)) for i, one in enumerate(chosen)]

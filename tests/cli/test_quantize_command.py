@@ -77,6 +77,7 @@ def test_words_are_those_of_the_library(bits):
         assert words.flags.c_contiguous
 
 
+@pytest.mark.turns(2)
 def test_a_calibration_weighs_the_errors(source, text, tmp_path, capsys):
     words = ["quantize", str(source), "--format", "int4", "--max-tokens", "32", "-o"]
     assert main([*words, str(tmp_path / "plain")]) == 0
@@ -88,6 +89,7 @@ def test_a_calibration_weighs_the_errors(source, text, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["quantize"] == "keep"
 
 
+@pytest.mark.turns(2)
 def test_a_search_lessens_the_squared_error_that_it_is_told_to():
     x = jax.random.normal(jax.random.key(0), (96, 24)) * jnp.exp(jax.random.normal(jax.random.key(1), (96, 1)))
     importance = jnp.exp(2 * jax.random.normal(jax.random.key(2), (96,)))

@@ -205,6 +205,7 @@ SLOW = {"optimize_batch_size"}  # compiles programs for a TPU
 RUN = [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in VALUES]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", RUN)
 def test_a_signature_of_the_performance_system_is_taken_as_written(name):
     node = dict(signatures("performance-system"))[name]

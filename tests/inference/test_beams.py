@@ -55,6 +55,7 @@ def path(tmp_path_factory):
     return path
 
 
+@pytest.mark.turns(2)
 def test_beams_are_those_of_transformers(path):
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.generation_config.eos_token_id = None

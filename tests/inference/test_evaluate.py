@@ -108,6 +108,7 @@ def test_windows_of_a_long_text_are_passes_of_their_own(name, text, capsys):
     assert math.isclose(result["loss"], total / (len(ids) - 1), rel_tol=1e-5)
 
 
+@pytest.mark.turns(2)
 def test_the_distance_from_the_float_model(tiny, text, capsys):
     words = (tiny, "--text", text, "--max-tokens", "40")
     losses = peer_losses(tiny, TEXT, 40)
@@ -208,6 +209,7 @@ def test_real_weights_predict_real_text_as_transformers_says(quantize, kv_dtype,
     assert result["perplexity"] < (1 + 3 * most) * result["against"]["perplexity"] and result["against"]["kl"] < 0.02
 
 
+@pytest.mark.turns(2)
 def test_layers_with_a_state_begin_anew_in_every_window():
     """Of a model with short convolutions: two texts one after the other, by steps and by whole sequences."""
     config = ModelConfig.from_dict(TINY["lfm2"].config().to_dict())

@@ -150,6 +150,7 @@ def test_other_forms_of_weights_keep_float32_states(
         assert (logits.max(axis=1) - drawn <= tolerance * np.abs(logits).max()).all()
 
 
+@pytest.mark.turns(2)
 def test_guesses_change_no_token(model: Decoder, engine: Engine) -> None:
     """Guesses from the text, right and wrong ones; a wrong one goes back to the states before it."""
     prompts = [TOKENS[0][:9] * 4, [7, 8] * 9]

@@ -47,6 +47,7 @@ def test_the_largest_step_within_the_target_is_found():
     assert pace.tokens == before
 
 
+@pytest.mark.turns(2)
 def test_an_engine_follows_its_clock():
     limits = Limits(max_sequences=2, max_tokens=64, max_length=120, page_size=4, token_seconds=0.05)
     assert limits.mixed_sizes == (16, 32, 64)

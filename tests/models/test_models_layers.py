@@ -116,6 +116,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelConfig]:
     yield ModelConfig.from_dict(VALUES)
 
 
+@pytest.mark.turns(2)
 def test_a_layer_of_ones_own_trains_and_serves(config: ModelConfig, tmp_path: Path) -> None:
     model = Decoder(config, rngs=nnx.Rngs(0), stacked=True)
     tokens = np.random.default_rng(0).integers(3, 96, (1, 20))

@@ -162,6 +162,7 @@ for variant, keys in (
     )
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", FILES)
 def test_a_published_file_gives_the_logits_of_its_like(name: str, tmp_path: Path) -> None:
     file = FILES[name]

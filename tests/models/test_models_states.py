@@ -19,6 +19,7 @@ STEPS = ((70, 2, 1, 1), (1, 1, 0, 3), (19, 2, 0, 13))
 """New tokens of each sequence: long and short prompts, single tokens, and none."""
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("family", "stacked"), [("qwen3_5_text", True), ("qwen3_next", False), ("lfm2", True), ("nemotron_h", False)]
 )

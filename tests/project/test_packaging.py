@@ -98,6 +98,7 @@ def test_the_names_of_the_package():
         getattr(vishwamai, "rms_nrom")  # noqa: B009 - a type checker would decline the attribute
 
 
+@pytest.mark.turns(2)
 def test_import_needs_jax_and_numpy_only():
     with_jax = set(
         json.loads(in_fresh_process(f"import jax, jax.numpy, jax.experimental.pallas.tpu, numpy; {TOP_LEVELS}"))
@@ -108,6 +109,7 @@ def test_import_needs_jax_and_numpy_only():
     assert not with_us & {"torch", "triton", "rich", "transformers", "jinja2"}
 
 
+@pytest.mark.turns(3)
 def test_torch_s_package_imports_an_operation_when_it_is_used(tmp_path):
     """And `torch.export.load`, which looks operators up by their names, has those of a program without any import of
     an operation.

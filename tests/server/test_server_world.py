@@ -90,6 +90,7 @@ def check_types(value: dict[str, typing.Any]) -> None:
         OBJECTS[value["object"]].model_validate(value, strict=True)
 
 
+@pytest.mark.turns(2)
 def test_every_recorded_request_is_answered_or_declined_by_name(server, qwen):
     outcomes = collections.Counter()
     for path in REQUESTS:

@@ -118,6 +118,7 @@ def test_a_run_learns_and_its_model_is_transformers_own(tmp_path, capsys):
     assert written == continued[0, ids.shape[1] :].tolist()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "changes",
     [
