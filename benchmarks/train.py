@@ -85,9 +85,10 @@ def ours(arguments: argparse.Namespace) -> Go:
     from vishwamai.core.host_memory import give_back
     from vishwamai.models import from_pretrained
     from vishwamai.training.config_file import from_dict
+    from vishwamai.training.losses import model_loss
     from vishwamai.training.model import split
     from vishwamai.training.optimizers import optimizer
-    from vishwamai.training.step import initial_state, model_loss, train_step
+    from vishwamai.training.step import initial_state, train_step
 
     section = {"learning_rate": RATE, "schedule": "constant", "b1": B1, "b2": B2, "weight_decay": DECAY}
     config = from_dict({"optimizer": section | {"clip_norm": None}, "steps": 100})

@@ -78,7 +78,7 @@ def test_schedule_visits_what_the_mask_shows_and_nothing_else(mask, panels, kv_m
         plain, count, start = schedule.counts[panel.tiles]
         for n, word in enumerate(schedule.tiles[start : start + count]):
             i, j, _ = unpack_tile(word)
-            at = panel.q * panels[0] + i, panel.kv * panels[1] + j, panel.g
+            at = panel.q * panels[0] + i, panel.kv * panels[1] + j, int(panel.g)
             assert at not in visits
             visits[at] = n < plain
     for g in range(spec.group):

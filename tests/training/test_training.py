@@ -36,6 +36,7 @@ from vishwamai.training.checks import check
 from vishwamai.training.config import GuardSection, LossSection, OptimizerSection, TrainConfig
 from vishwamai.training.config_file import from_dict, read_config
 from vishwamai.training.data import held_out_batches, prepare
+from vishwamai.training.losses import token_loss
 from vishwamai.training.model import split
 from vishwamai.training.optimizers import groups, optimizer, path_names, schedule
 from vishwamai.training.packing import IGNORED
@@ -43,7 +44,7 @@ from vishwamai.training.parameter_names import parameter_name
 from vishwamai.training.preferences import answer_logprobs
 from vishwamai.training.records import Record, read_records
 from vishwamai.training.run import train
-from vishwamai.training.step import LossScale, accumulated, initial_state, moved_corrections, token_loss, train_step
+from vishwamai.training.step import LossScale, accumulated, initial_state, moved_corrections, train_step
 
 LLAMA = {
     "model_type": "llama",

@@ -26,7 +26,7 @@ from vishwamai.core.spec import as_array
 from vishwamai.core.types import PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
-Reader = Callable[[Any], Any]
+Reader = Callable[[object], object]
 """`(value) -> the value to pass on`; raises `_Wrong` where the type is another."""
 
 
@@ -93,13 +93,13 @@ def _checked(function: Any, name: str, exempt: Sequence[str], unless: Callable[[
     return functools.wraps(function)(wrapper)
 
 
-def check_callable(function: str, name: str, value: Any) -> None:
+def check_callable(function: str, name: str, value: object) -> None:
     """Raises KernelError where `value` cannot be called; `function` and `name` are the public function and argument."""
     if not callable(value):
         raise KernelError(f"{function}: `{name}` is {described(value)}; pass a function.")
 
 
-def check_instances(function: str, kinds: Mapping[str, type], values: Mapping[str, Any]) -> None:
+def check_instances(function: str, kinds: Mapping[str, type], values: Mapping[str, object]) -> None:
     """Raises ShapeError where one of `values` is neither None nor of the class that `kinds` has for its name: of
     optional arguments, whose annotations `checked` leaves to the function.
     """
@@ -108,7 +108,7 @@ def check_instances(function: str, kinds: Mapping[str, type], values: Mapping[st
             raise ShapeError(f"{function}: `{name}` is {described(values[name])}; pass a {kind.__name__} or None.")
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """A value in an error: its text, cut short, and its type.
 
     >>> described("much")
@@ -141,7 +141,7 @@ def _reader(function: str, name: str, annotation: object, scope: Mapping[str, ob
     words = " or ".join(dict.fromkeys(text for _, text in pairs))
     arrays = [reader for reader, text in pairs if text == _ARRAY]
 
-    def read(value: Any) -> Any:
+    def read(value: object) -> object:
         # An array stays where it is, even if it is one number.
         for reader in arrays if arrays and isinstance(value, (jax.Array, np.ndarray)) else readers:
             try:
@@ -178,7 +178,7 @@ def _classes_of_torch(members: Sequence[ast.expr], scope: Mapping[str, object]) 
 def _one_of(function: str, name: str, classes: Mapping[type, str]) -> Reader:
     kinds = tuple(classes)
 
-    def read(value: Any) -> Any:
+    def read(value: object) -> object:
         if isinstance(value, kinds):
             return value
         raise ShapeError(f"{function}: `{name}` is {described(value)}; pass {' or '.join(classes.values())}.")
@@ -240,7 +240,7 @@ def _sequence(function: str, name: str, node: ast.expr, kind: str, scope: Mappin
     parts = [p for p in parts if not (isinstance(p, ast.Constant) and p.value is ...)]
     readers = [_reader(function, name, ast.unparse(p), scope) for p in parts]
 
-    def read(value: Any) -> Any:
+    def read(value: object) -> object:
         if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
             raise _Wrong
         if isinstance(value, np.ndarray) and value.ndim == 0:
@@ -264,12 +264,12 @@ def _sequence(function: str, name: str, node: ast.expr, kind: str, scope: Mappin
     return read, words
 
 
-def _exactly_none(value: Any) -> None:
+def _exactly_none(value: object) -> None:
     if value is not None:
         raise _Wrong
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: Any) -> object:
     """A scalar of NumPy, or an array of JAX or NumPy that is one and whose value is known, as Python's."""
     if isinstance(value, np.generic):
         return value.item()
@@ -281,14 +281,14 @@ def _scalar(value: Any) -> Any:
     return value
 
 
-def _integer(value: Any) -> int:
+def _integer(value: object) -> int:
     value = value if type(value) is int else _scalar(value)
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise _Wrong
     return value
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     value = value if type(value) in (float, int) else _scalar(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
         raise _Wrong
@@ -300,14 +300,14 @@ def _number(value: Any) -> float:
         raise _Wrong from None
 
 
-def _flag(value: Any) -> bool:
+def _flag(value: object) -> bool:
     value = value if type(value) is bool else _scalar(value)
     if not isinstance(value, bool):
         raise _Wrong
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise _Wrong
     return str(value)
@@ -321,7 +321,7 @@ _SCALARS: dict[str | None, tuple[Reader, str]] = {
 }
 
 
-def _key(value: Any) -> Any:
+def _key(value: Any) -> object:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise _Wrong
     new = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -330,7 +330,7 @@ def _key(value: Any) -> Any:
     return value
 
 
-def _array(function: str, name: str, value: Any) -> Any:
+def _array(function: str, name: str, value: object) -> object:
     if isinstance(value, jax.Array):
         if not isinstance(value.dtype, np.dtype):
             raise _Wrong  # a key
@@ -342,7 +342,7 @@ def _array(function: str, name: str, value: Any) -> Any:
     return as_array(function, name, value)
 
 
-def _instance(kind: Any, value: Any) -> Any:
+def _instance(kind: Any, value: object) -> object:
     if not isinstance(value, kind):
         raise _Wrong
     return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AxisType
@@ -19,6 +19,10 @@ from vishwamai.core import observe
 from vishwamai.core.dims import Factors
 from vishwamai.core.sharding import Assignment, Axes, factor_leaves, reduce_missing, spec_of
 from vishwamai.core.types import PyTree
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
 
 COLUMNS = ("model", "tensor", "tp", "mp", "heads", "model_parallel", "tensor_parallel")
 """Names of mesh axes that split heads, columns or hidden features; any other splits batch entries or rows."""
@@ -33,7 +37,7 @@ def automatic_mesh(arrays: PyTree) -> Any | None:
     return mesh if not mesh.empty and any(mesh.shape[name] > 1 for name in _automatic(mesh)) else None
 
 
-def _automatic(mesh: Any) -> tuple[str, ...]:
+def _automatic(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in pairs if kind == AxisType.Auto)
 
@@ -77,7 +81,7 @@ def automatic_assignment(
 
 
 def over_automatic_axes(
-    function: Callable[..., Any], axes: Axes, mesh: Any, name: str, results: PyTree
+    function: Callable[..., Any], axes: Axes, mesh: Mesh | AbstractMesh, name: str, results: PyTree
 ) -> Callable[..., Any]:
     """`function` as a `shard_map` over the automatic axes of `mesh`.
 
@@ -92,7 +96,7 @@ def over_automatic_axes(
     shapes, treedef = jax.tree.flatten(results)
     result_dims = factor_leaves(axes.results)
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: PyTree) -> Any:
         leaves, arguments_def = jax.tree.flatten(arguments)
         sizes = {axis: mesh.shape[axis] for axis in automatic if mesh.shape[axis] > 1}
         assignment = automatic_assignment(argument_dims, [leaf.shape for leaf in leaves], axes.splittable, sizes)
@@ -105,11 +109,11 @@ def over_automatic_axes(
             for names, shape in zip(result_dims, shapes, strict=True)
         ]
 
-        def local(*shards: Any) -> Any:
+        def local(*shards: PyTree) -> Any:
             outputs = function(*jax.tree.unflatten(arguments_def, shards))
             return tuple(jax.tree.leaves(reduce_missing(outputs, carried, assignment)))
 
-        def specs(dims: Sequence[Factors], arrays: Sequence[Any]) -> tuple[Any, ...]:
+        def specs(dims: Sequence[Factors], arrays: Sequence[PyTree]) -> tuple[Any, ...]:
             return tuple(spec_of(names, x.shape, assignment) for names, x in zip(dims, arrays, strict=True))
 
         # Inside the caller's own shard_map the mesh is that of the context.

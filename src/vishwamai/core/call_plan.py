@@ -17,15 +17,15 @@ class Spec(Protocol):
     """*What* is computed: shapes, dtypes and options; frozen, hashable, and free of any framework."""
 
     @property
-    def operands(self) -> Any:
+    def operands(self) -> PyTree:
         """The `ArraySpec` of each operand, in a named tuple."""
         ...
 
-    def localize(self, operands: Any) -> Any:
+    def localize(self, operands: PyTree) -> PyTree:
         """The same computation for operands of other sizes (a shard, or a folded vmap axis)."""
         ...
 
-    def dims(self, kind: Any) -> Any:
+    def dims(self, kind: type) -> PyTree:
         """The dims of every field of a named-tuple type of the op."""
         ...
 
@@ -130,7 +130,7 @@ class Planner(Protocol):
         """What is said of the kernels that are written for the choice's platform and declined."""
         ...
 
-    def axes(self, spec: Any, arguments: tuple[Any, ...], results: Any) -> Any:
+    def axes(self, spec: Any, arguments: tuple[PyTree, ...], results: PyTree) -> Any:
         """The factor rule of one pass."""
         ...
 

@@ -146,7 +146,7 @@ class KernelConfig:
             )
 
 
-def _flag(name: str, value: Any, optional: bool) -> bool | None:
+def _flag(name: str, value: object, optional: bool) -> bool | None:
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     if optional and value is None:
@@ -155,13 +155,13 @@ def _flag(name: str, value: Any, optional: bool) -> bool | None:
     raise KernelError(f"KernelConfig: `{name}` is {value!r}, of type {type(value).__name__}; pass {legal}.")
 
 
-def _count(name: str, value: Any, least: int, remedy: str) -> int:
+def _count(name: str, value: object, least: int, remedy: str) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value < 2**31:
         raise KernelError(f"KernelConfig: `{name}` is {value!r}; pass {remedy}.")
     return int(value)
 
 
-def check_block_size(argument: str, value: Any) -> int:
+def check_block_size(argument: str, value: object) -> int:
     """`value` as a block size; `argument` names the argument in the error.
 
     >>> check_block_size("gemm: `config`", 128)

@@ -137,18 +137,18 @@ def splittable(split: str, factors: Iterable[Factors]) -> frozenset[str]:
 
 
 @functools.cache
-def declared(kind: Any) -> Any:
+def declared(kind: type) -> Any:
     """The dims of every field of a named-tuple type, from its annotations: a `kind` of texts."""
     return kind(*(text for text, _ in _annotations(kind)))
 
 
 @functools.cache
-def optional(kind: Any) -> tuple[bool, ...]:
+def optional(kind: type) -> tuple[bool, ...]:
     """Which fields of a named-tuple type may be absent (None)."""
     return tuple(absent for _, absent in _annotations(kind))
 
 
-def _annotations(kind: Any) -> list[tuple[str, bool]]:
+def _annotations(kind: type) -> list[tuple[str, bool]]:
     texts = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         if typing.get_origin(hint) is not typing.Annotated:

@@ -9,8 +9,6 @@ so all platforms agree bit for bit.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +34,7 @@ def _xor_shift(x: jax.Array, bits: int) -> jax.Array:
     return x ^ (x >> jnp.uint32(bits))
 
 
-def offset_seeds(seeds: jax.Array, rows: Any, columns: Any) -> jax.Array:
+def offset_seeds(seeds: jax.Array, rows: int | jax.Array, columns: int | jax.Array) -> jax.Array:
     """The seeds by which position (i, j) draws what (i + rows, j + columns) draws by `seeds`: for a part of a score
     matrix.
 

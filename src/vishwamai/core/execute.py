@@ -32,7 +32,7 @@ from vishwamai.core.types import AnyArray, PyTree
 _ONLY = jax.make_user_context(default_value=None)
 
 
-def only_for(platform: str | None) -> contextlib.AbstractContextManager[Any]:
+def only_for(platform: str | None) -> contextlib.AbstractContextManager[object]:
     """In the `with` block, kernels are traced for `platform` ("tpu", "cuda", "rocm" or "cpu") alone; None: for all.
 
     For a caller that compiles what it traces, for devices that it knows. Lowered for another platform, such a program
@@ -66,40 +66,40 @@ def _replan(plan: CallPlan, operands: object) -> CallPlan:
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def run(plan: CallPlan, operands: Any) -> Any:
+def run(plan: CallPlan, operands: PyTree) -> PyTree:
     """The outputs of `plan` for `operands`, differentiable."""
     only = plan.choices[-1].implementation
     if plan.implementation is not None and only.autodiff:
         return only.forward(plan.spec, plan.choices[-1].config, operands, False)[0]
-    outputs: Any = _differentiable(plan, False, operands)
+    outputs: PyTree = _differentiable(plan, False, operands)
     return outputs[0]
 
 
-def forward(plan: CallPlan, operands: PyTree) -> tuple[Any, Any]:
+def forward(plan: CallPlan, operands: PyTree) -> tuple[PyTree, PyTree]:
     """(outputs, residuals); the residuals carry no gradient."""
     return _differentiable(plan, True, operands)
 
 
-def backward(plan: CallPlan, arguments: tuple[Any, ...]) -> Any:
+def backward(plan: CallPlan, arguments: tuple[PyTree, ...]) -> PyTree:
     """The gradients of the operands, from (operands, outputs, residuals, cotangents)."""
     return _backward(plan, arguments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(plan: CallPlan, residuals: bool, operands: Any) -> tuple[PyTree, PyTree]:
+def _differentiable(plan: CallPlan, residuals: bool, operands: PyTree) -> tuple[PyTree, PyTree]:
     """(outputs, residuals or None). Residuals only ever reach `_backward`, whose own gradient recomputes them, so they
     carry no cotangent.
     """
     return _batched(plan, "forward_with_residuals" if residuals else "forward", (operands,))
 
 
-def _differentiable_fwd(plan: CallPlan, residuals: bool, operands: Any) -> tuple[PyTree, PyTree]:
-    results: Any = _differentiable(plan, True, operands)
+def _differentiable_fwd(plan: CallPlan, residuals: bool, operands: PyTree) -> tuple[PyTree, PyTree]:
+    results: PyTree = _differentiable(plan, True, operands)
     outputs, saved = results
     return (outputs, saved if residuals else None), (operands, outputs, saved)
 
 
-def _differentiable_bwd(plan: CallPlan, residuals: bool, saved: PyTree, cotangents: Any) -> tuple[Any]:
+def _differentiable_bwd(plan: CallPlan, residuals: bool, saved: PyTree, cotangents: PyTree) -> tuple[PyTree]:
     return (_backward(plan, (*saved, cotangents[0])),)
 
 
@@ -107,22 +107,22 @@ _differentiable.defvjp(by_default(_differentiable_fwd), by_default(_differentiab
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _backward(plan: CallPlan, arguments: tuple[PyTree, ...]) -> Any:
+def _backward(plan: CallPlan, arguments: tuple[PyTree, ...]) -> PyTree:
     """The backward pass; differentiable itself (reverse over reverse) through the reference implementation."""
     return _batched(plan, "backward", arguments)
 
 
-def _backward_fwd(plan: CallPlan, arguments: tuple[object, ...]) -> tuple[Any, Any]:
+def _backward_fwd(plan: CallPlan, arguments: tuple[object, ...]) -> tuple[PyTree, PyTree]:
     return _backward(plan, arguments), arguments
 
 
-def _backward_bwd(plan: CallPlan, arguments: tuple[Any, ...], cotangents: PyTree) -> tuple[Any]:
+def _backward_bwd(plan: CallPlan, arguments: tuple[PyTree, ...], cotangents: PyTree) -> tuple[PyTree]:
     reference = plan.op.implementations[-1]
     config = plan.op.plan(plan.spec, implementation=reference.name).choices[-1].config
     operands, outputs, residuals, dout = arguments
     floats = map_fields(lambda x: x if is_float(x) else None, operands)
 
-    def gradients(floats: Any, dout: AnyArray) -> Any:
+    def gradients(floats: PyTree, dout: AnyArray) -> PyTree:
         merged = type(operands)(*(o if f is None else f for f, o in zip(floats, operands, strict=True)))
         return autodiff_backward(reference.forward)(plan.spec, config, merged, dout)
 
@@ -136,7 +136,7 @@ _backward.defvjp(_backward_fwd, by_default(_backward_bwd))
 
 
 @functools.lru_cache(maxsize=4096)
-def _batchable(plan: CallPlan, direction: str) -> Callable[..., Any]:
+def _batchable(plan: CallPlan, direction: str) -> Callable[..., PyTree]:
     @by_default
     def dispatch(*arguments: object) -> PyTree:
         # Within a program of its own, arrays of NumPy stay constants. `custom_vmap` would make operands of them, and
@@ -147,7 +147,7 @@ def _batchable(plan: CallPlan, direction: str) -> Callable[..., Any]:
 
     @mapped.def_vmap
     @by_default
-    def rule(size: int, in_batched: list[object], *arguments: object) -> tuple[Any, Any]:
+    def rule(size: int, in_batched: list[object], *arguments: object) -> tuple[PyTree, PyTree]:
         return _fold(plan, direction, size, tuple(in_batched), arguments)
 
     return mapped
@@ -158,8 +158,8 @@ def _batched(plan: CallPlan, direction: str, arguments: tuple[object, ...]) -> P
 
 
 def _fold(
-    plan: CallPlan, direction: str, size: int, in_batched: tuple[Any, ...], arguments: tuple[Any, ...]
-) -> tuple[Any, Any]:
+    plan: CallPlan, direction: str, size: int, in_batched: tuple[Any, ...], arguments: tuple[PyTree, ...]
+) -> tuple[PyTree, PyTree]:
     """Folds a mapped axis of `size` into the leading batch axis of every argument, runs, and unfolds the results."""
     backward = direction == "backward"
     operands, flags = arguments[0], in_batched[0]
@@ -175,7 +175,7 @@ def _fold(
         x = jnp.broadcast_to(x, (size, groups, *x.shape[2:]))
         return x.reshape(size * groups, *x.shape[2:])
 
-    def fold_operand(name: str, x: AnyArray, batched: Any) -> Any:
+    def fold_operand(name: str, x: AnyArray, batched: PyTree) -> PyTree:
         if x is None:
             return None
         # In the backward pass a shared float operand needs one gradient for every mapped element, so it stops being
@@ -193,7 +193,7 @@ def _fold(
 
     if backward:
 
-        def unfold_gradient(gradient: AnyArray, operand: Any, batched: Any) -> Any:
+        def unfold_gradient(gradient: AnyArray, operand: PyTree, batched: PyTree) -> PyTree:
             if gradient is None:
                 return None
             gradient = unfold(gradient)
@@ -222,7 +222,7 @@ def _dispatch_now(plan: CallPlan, direction: str, *arguments: object) -> PyTree:
         results = jax.eval_shape(_run(plan, default, direction), *shapes)
         axes = plan.op.axes(plan.spec, arguments, results)
 
-        def local(*shards: Any) -> Any:
+        def local(*shards: PyTree) -> PyTree:
             return _dispatch_now(_replan(plan, shards[0]), direction, *shards)
 
         return sharding.follow_explicit_axes(local, axes, *arguments)
@@ -232,7 +232,7 @@ def _dispatch_now(plan: CallPlan, direction: str, *arguments: object) -> PyTree:
     return by_platform(default, {p: branch for p, branch in branches.items() if p is not None}, *arguments)
 
 
-def by_platform(default: Any, branches: Mapping[str, Callable[..., Any]], *arguments: PyTree) -> PyTree:
+def by_platform(default: Any, branches: Mapping[str, Callable[..., PyTree]], *arguments: PyTree) -> PyTree:
     """What the branch of the platform computes that a program is lowered for, or that `only_for` names; the function
     `default` on others.
     """
@@ -244,7 +244,7 @@ def by_platform(default: Any, branches: Mapping[str, Callable[..., Any]], *argum
     return jax.lax.platform_dependent(*arguments, default=default, **branches)
 
 
-def _run(plan: CallPlan, choice: Choice, direction: str) -> Callable[..., Any]:
+def _run(plan: CallPlan, choice: Choice, direction: str) -> Callable[..., PyTree]:
     impl = choice.implementation
 
     @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of the results and for the call
@@ -258,7 +258,7 @@ def _run(plan: CallPlan, choice: Choice, direction: str) -> Callable[..., Any]:
     return run
 
 
-def _branch(plan: CallPlan, choice: Choice, direction: str, arguments: tuple[object, ...]) -> Callable[..., Any]:
+def _branch(plan: CallPlan, choice: Choice, direction: str, arguments: tuple[object, ...]) -> Callable[..., PyTree]:
     run = _run(plan, choice, direction)
     platform = choice.implementation.platform
     mesh = automatic_axes.automatic_mesh(arguments) if platform == "tpu" else None
@@ -269,7 +269,7 @@ def _branch(plan: CallPlan, choice: Choice, direction: str, arguments: tuple[obj
     if mesh is None:
         return sharding.partitioned(run, axes)
 
-    def local(*shards: Any) -> Any:
+    def local(*shards: PyTree) -> PyTree:
         part = _replan(plan, shards[0])
         return _run(part, part.choice("tpu"), direction)(*shards)
 

@@ -140,7 +140,7 @@ def absent(dtype: DTypeLike = jnp.float32) -> jax.Array:
     return jnp.zeros((0,), dtype)
 
 
-def result(shape: Sequence[int] | None, dtype: Any) -> jax.ShapeDtypeStruct:
+def result(shape: Sequence[int] | None, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """A result of the call; `shape` None stands for one that is not wanted."""
     return jax.ShapeDtypeStruct((0,) if shape is None else tuple(shape), jnp.dtype(dtype))
 

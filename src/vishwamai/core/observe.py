@@ -111,7 +111,7 @@ def tokens() -> tuple[int, ...]:
     return _WATCHING.value
 
 
-def resumed(tokens: tuple[int, ...]) -> contextlib.AbstractContextManager[Any]:
+def resumed(tokens: tuple[int, ...]) -> contextlib.AbstractContextManager[object]:
     """Puts the observers of another thread or moment in force, or keeps those that are if there were none."""
     return _WATCHING(tokens) if tokens else contextlib.nullcontext()
 

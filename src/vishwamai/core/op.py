@@ -64,7 +64,7 @@ class Op(Generic[S]):
     def __repr__(self) -> str:
         return f"Op({self.name!r})"
 
-    def __call__(self, spec: S, operands: Any, *, config: Any = None, implementation: str | None = None) -> Any:
+    def __call__(self, spec: S, operands: PyTree, *, config: Any = None, implementation: str | None = None) -> PyTree:
         """Runs the op on operands that the spec has already checked; returns its outputs.
 
         Raises:
@@ -126,7 +126,7 @@ class Op(Generic[S]):
 
     def with_residuals(
         self, spec: S, operands: object, *, config: Any = None, implementation: str | None = None
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, PyTree]:
         """The outputs, and the residuals of their gradients, which carry no gradient themselves. For a caller that has
         a gradient of its own.
 
@@ -146,7 +146,7 @@ class Op(Generic[S]):
         self,
         spec: S,
         operands: PyTree,
-        outputs: Any,
+        outputs: PyTree,
         residuals: PyTree,
         cotangents: PyTree,
         *,
@@ -174,7 +174,7 @@ class Op(Generic[S]):
         """The words of the dims that may be split over mesh axes."""
         return self._split if isinstance(self._split, str) else self._split(spec, backward)
 
-    def axes(self, spec: S, arguments: tuple[PyTree, ...], results: Any) -> sharding.Axes:
+    def axes(self, spec: S, arguments: tuple[PyTree, ...], results: PyTree) -> sharding.Axes:
         """The factor rule of the forward pass (arguments: operands), or of the backward (operands, outputs, residuals,
         cotangents).
         """

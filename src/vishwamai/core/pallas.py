@@ -8,13 +8,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from vishwamai.core import hardware
 from vishwamai.core.errors import KernelError
@@ -22,10 +23,14 @@ from vishwamai.core.hardware import TpuChip
 from vishwamai.core.sharding import out_struct
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size
-from vishwamai.core.types import AnyArray, PyTree, Ref
+from vishwamai.core.types import AnyArray, PyTree, Ref, Slice
+
+if TYPE_CHECKING:
+    from vishwamai.core.spec import OpSpec
+
 
 Input = tuple[jax.Array | None, pl.BlockSpec | None]
-Output = tuple[Sequence[int], object, pl.BlockSpec | None]
+Output = tuple[Sequence[int], DTypeLike, pl.BlockSpec | None]
 DEFAULT_VMEM_BYTES = 16 << 20
 """VMEM that every generation grants a kernel without being asked."""
 LANES = 128
@@ -51,7 +56,9 @@ def planning_chip(target: Target) -> TpuChip:
     return target.tpu or hardware.TPUS["v4"]
 
 
-def dot(lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], total: Any = jnp.float32, **kwargs: Any) -> jax.Array:
+def dot(
+    lhs: jax.Array, rhs: jax.Array, axes: tuple[int, int], total: DTypeLike = jnp.float32, **kwargs: Any
+) -> jax.Array:
     """The product of two matrices inside a kernel, `axes` the contracted axis of each, summed in `total`; `kwargs` go
     to `lax.dot_general`.
     """
@@ -70,7 +77,7 @@ def zero_past(x: jax.Array, axis: int, size: int) -> jax.Array:
     return jnp.where(keep, x, jnp.zeros_like(x))
 
 
-def by_rows(rows: int, work: Callable[[Any], None]) -> None:
+def by_rows(rows: int, work: Callable[[Slice], None]) -> None:
     """`work(slice)` for some rows at a time, few enough for the registers, in a loop."""
     count, rest = divmod(rows, _ROWS)
 
@@ -88,12 +95,12 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def sublanes(dtype: Any) -> int:
+def sublanes(dtype: DTypeLike) -> int:
     """Rows of one tile: 8 for 32-bit, 16 for 16-bit, 32 for 8-bit elements."""
     return 8 * max(1, 4 // jnp.dtype(dtype).itemsize)
 
 
-def tiled_bytes(shape: Sequence[int], dtype: Any, lanes: int = 128) -> int:
+def tiled_bytes(shape: Sequence[int], dtype: DTypeLike, lanes: int = 128) -> int:
     """Bytes that an array takes in VMEM, where its last two axes are padded to whole tiles."""
     rows = round_up(shape[-2], sublanes(dtype)) if len(shape) > 1 else 1
     return math.prod(shape[:-2]) * rows * round_up(shape[-1], lanes) * jnp.dtype(dtype).itemsize
@@ -192,18 +199,18 @@ def call(
 class VmemTiles(Tiles):
     """Tiles of a kernel that plans its VMEM: `needs` says what the plans are."""
 
-    def needs(self, spec: Any, target: Target) -> Mapping[str, int]:
+    def needs(self, spec: OpSpec, target: Target) -> Mapping[str, int]:
         """Bytes of VMEM that the tiles need, by the field that holds the plan for it."""
         raise NotImplementedError
 
-    def planned(self, spec: Any, target: Target) -> Self:
+    def planned(self, spec: OpSpec, target: Target) -> Self:
         """The same with memory planned for its tiles, see `planned_vmem`."""
         needs = self.needs(spec, target).items()
         return dataclasses.replace(
             self, **{name: planned_vmem(need, getattr(self, name), target) for name, need in needs}
         )
 
-    def resized(self, block_size: int, spec: Any, target: Target) -> Self:
+    def resized(self, block_size: int, spec: OpSpec, target: Target) -> Self:
         """Tiles of about `block_size`, or of the largest half, quarter, ... of it that fits what there is to plan with,
         or what these tiles plan; these tiles where none does.
         """
@@ -217,7 +224,7 @@ class VmemTiles(Tiles):
             size //= 2
         return self
 
-    def shortage(self, spec: Any, target: Target) -> str | None:
+    def shortage(self, spec: OpSpec, target: Target) -> str | None:
         need, most = max(self.needs(spec, target).values()), planning_chip(target).vmem_bytes
         if need <= most * 5 // 4:  # what is counted of temporaries is more than the compiler keeps
             return None

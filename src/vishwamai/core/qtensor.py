@@ -169,7 +169,7 @@ def bits(dtype: DTypeLike) -> int:
     return 4 if jnp.dtype(dtype) in (INT4, UINT4, FP4) else 8 * jnp.dtype(dtype).itemsize
 
 
-def scale_values(scales: AnyArray, dtype: DTypeLike) -> AnyArray:
+def scale_values(scales: jax.Array, dtype: DTypeLike) -> AnyArray:
     """Scales as floats; uint8 ones are the bits of e8m0.
 
     2^-127, the least, is subnormal in float32 and counts as zero where the hardware says so.
@@ -194,7 +194,7 @@ def check_symmetric(where: str, format: str) -> None:
         )
 
 
-def zero_words(scales: Any, zeros: Any) -> Any:
+def zero_words(scales: jax.Array, zeros: jax.Array) -> jax.Array:
     """uint32 words of float32 scales, whose lowest byte gives way to the zero point in sixteenths.
 
     Scales that came from bfloat16 or float16 keep all of their bits.
@@ -207,13 +207,13 @@ def zero_words(scales: Any, zeros: Any) -> Any:
     return jax.lax.bitcast_convert_type(scales, jnp.uint32) & jnp.uint32(0xFFFFFF00) | steps
 
 
-def of_zero_words(words: Any) -> tuple[Any, Any]:
+def of_zero_words(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(scales, zeros) in float32 of `zero_words`."""
     scales = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFFFF00), jnp.float32)
     return scales, (words & jnp.uint32(0xFF)).astype(jnp.float32) / ZERO_STEPS
 
 
-def expand(scales: Any, axis: int, block_size: int, size: int) -> Any:
+def expand(scales: jax.Array, axis: int, block_size: int, size: int) -> jax.Array:
     """Block scales, `ceil(size / block_size)` of them along `axis`, repeated to one for each of `size` numbers."""
     block_size = min(block_size, max(1, size))
     repeated = jnp.repeat(scales, block_size, axis=axis, total_repeat_length=scales.shape[axis] * block_size)
@@ -221,7 +221,7 @@ def expand(scales: Any, axis: int, block_size: int, size: int) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def undifferentiable(name: str, values: AnyArray, scales: AnyArray) -> PyTree:
+def undifferentiable(name: str, values: AnyArray, scales: jax.Array) -> PyTree:
     """(values, scales) as they are; whoever asks for their gradient gets an error that begins with `name`, such as
     "gemm: `b` is a QTensor".
     """

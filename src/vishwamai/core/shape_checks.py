@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vishwamai.core import dims
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import FLOATS
+
+if TYPE_CHECKING:
+    import jax.numpy as jnp
 
 
 class Argument(NamedTuple):
@@ -117,7 +120,7 @@ class _Seen:
         return f"({', '.join(sizes)}{',' if len(sizes) == 1 and sizes != ['...'] else ''})"
 
 
-def check_float(function: str, label: str, dtype: Any) -> None:
+def check_float(function: str, label: str, dtype: jnp.dtype) -> None:
     """Raises ShapeError where an argument's dtype is not a float of 16 bits or more."""
     if dtype not in FLOATS:
         raise ShapeError(f"{function}: `{label}` has dtype {dtype.name}; pass bfloat16, float16, float32 or float64.")

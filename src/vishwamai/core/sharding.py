@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
@@ -27,6 +27,11 @@ from vishwamai.core.dims import Factors
 from vishwamai.core.errors import DeviceError, ShapeError
 from vishwamai.core.jax_private import partition_spec_of
 from vishwamai.core.types import AnyArray, PyTree
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh
+    from jax.typing import DTypeLike
+
 
 Assignment = dict[str, tuple[str, ...]]
 
@@ -44,8 +49,8 @@ class Axes:
       merged: the factors over whose parts the function itself sums; results are not summed over them again.
     """
 
-    arguments: Any
-    results: Any
+    arguments: PyTree
+    results: PyTree
     splittable: frozenset[str]
     merged: frozenset[str] = frozenset()
 
@@ -77,7 +82,7 @@ def varying_axes(*trees: object) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(trees)))
 
 
-def out_struct(shape: Sequence[int], dtype: Any, *operands: PyTree) -> jax.ShapeDtypeStruct:
+def out_struct(shape: Sequence[int], dtype: DTypeLike, *operands: PyTree) -> jax.ShapeDtypeStruct:
     """The shape of a kernel's output, varying over every mesh axis that an operand varies over."""
     varying = varying_axes(operands)
     # A type that varies names the mesh whose axes it varies over.
@@ -124,7 +129,7 @@ def assign(
     dims: Sequence[Factors],
     splittable: frozenset[str],
     shapes: Sequence[tuple[int, ...]],
-    specs: Sequence[Sequence[Any]],
+    specs: Sequence[Sequence[PyTree]],
     sizes: Mapping[str, int],
 ) -> Assignment:
     """Which mesh axes split which factor: the first operand that says so decides, if every dimension of the factor
@@ -195,7 +200,7 @@ def partitioned(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
     wrapped = custom_partitioning(function)
     argument_dims = factor_leaves(axes.arguments)
 
-    def partition(mesh: Mesh, argument_shapes: Any, result_shapes: Any) -> Any:
+    def partition(mesh: Mesh, argument_shapes: PyTree, result_shapes: PyTree) -> Any:
         shapes, treedef = jax.tree.flatten(argument_shapes)
         if mesh.empty:
             # The program has no mesh to name axes by (arrays with XLA's own shardings only): every device computes the
@@ -221,12 +226,12 @@ def partitioned(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
             for names, shape in zip(result_dims, outs, strict=True)
         ]
 
-        def local(*operands: Any) -> Any:
+        def local(*operands: PyTree) -> Any:
             return reduce_missing(function(*operands), carried, assignment)
 
         return mesh, local, jax.tree.unflatten(out_treedef, results), jax.tree.unflatten(treedef, arguments)
 
-    def rule(mesh: Mesh, argument_types: Sequence[Any], result_types: Sequence[Any]) -> SdyShardingRule:
+    def rule(mesh: Mesh, argument_types: Sequence[PyTree], result_types: Sequence[PyTree]) -> SdyShardingRule:
         return _shardy_rule(axes, [tuple(t.shape) for t in argument_types], [tuple(t.shape) for t in result_types])
 
     wrapped.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
@@ -315,7 +320,7 @@ def on_explicit_axes(arrays: PyTree) -> bool:
     return any(name is not None for spec in specs for name in spec)
 
 
-def assigned(mesh: Any, axes: Axes, arrays: Any) -> Assignment:
+def assigned(mesh: Mesh | AbstractMesh, axes: Axes, arrays: PyTree) -> Assignment:
     """Which axes of an explicit mesh split which factor of the arrays."""
     leaves = jax.tree.leaves(arrays)
     specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
@@ -361,7 +366,7 @@ def follow_explicit_axes(function: Callable[..., object], axes: Axes | Callable[
     def out_spec(names: Factors) -> PartitionSpec:
         return PartitionSpec(*(None if name is None else assignment.get(name) for name in names))
 
-    def local(*shards: Any) -> Any:
+    def local(*shards: PyTree) -> Any:
         results = function(*jax.tree.unflatten(treedef, shards))
         return reduce_missing(results, [{*names, *axes.merged} for names in factor_leaves(axes.results)], assignment)
 

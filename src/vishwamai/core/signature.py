@@ -17,10 +17,10 @@ from vishwamai.core import dims
 from vishwamai.core.shape_checks import Argument, check_shapes
 from vishwamai.core.sharding import Axes, explicit_mesh, follow_explicit_axes
 from vishwamai.core.spec import ArraySpec, array_spec, as_array
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, PyTree
 
 
-def as_arrays(function: str, arrays: Any, labels: Mapping[str, str] | None = None) -> Any:
+def as_arrays(function: str, arrays: PyTree, labels: Mapping[str, str] | None = None) -> PyTree:
     """A named tuple of the caller's arguments as arrays of JAX, None where one is absent; `labels` are the names of
     some fields in errors.
     """
@@ -32,7 +32,7 @@ def as_arrays(function: str, arrays: Any, labels: Mapping[str, str] | None = Non
     return kind(*converted)
 
 
-def array_specs(arrays: Any) -> Any:
+def array_specs(arrays: PyTree) -> PyTree:
     """The `ArraySpec` of every array of a named tuple."""
     return type(arrays)(*(None if x is None else array_spec(x) for x in arrays))
 
@@ -47,7 +47,7 @@ def described(function: F) -> F:
     cached = functools.lru_cache(maxsize=4096, typed=True)(function)
 
     @functools.wraps(function)
-    def described(*arguments: object, **options: object) -> Any:
+    def described(*arguments: object, **options: object) -> PyTree:
         try:
             return cached(*arguments, **options)
         except TypeError:  # an option that cannot be hashed, which the function has its own words for
@@ -106,7 +106,7 @@ def _flattens(text: str, op_text: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _move(text: str, op_text: str, shape: tuple[int, ...]) -> Callable[[Any], Any] | None:
+def _move(text: str, op_text: str, shape: tuple[int, ...]) -> Callable[[PyTree], PyTree] | None:
     """Takes an array of the caller (of JAX or torch) to the op's layout; None where it is there already."""
     target = op_shape(text, op_text, shape)
     swapped = _swapped(text, op_text)
@@ -142,8 +142,8 @@ class Signature:
 
     def __init__(
         self,
-        operands: Any,
-        outputs: Any,
+        operands: PyTree,
+        outputs: PyTree,
         labels: Mapping[str, str] | None = None,
         hints: Mapping[str, str] | None = None,
         split: str | None = None,
@@ -158,11 +158,11 @@ class Signature:
         self._op_texts = op_texts or dims.declared(type(operands))
         self.split = split
 
-    def outputs(self, spec: Any) -> Any:
+    def outputs(self, spec: Any) -> PyTree:
         """The dims of the results of a call; `spec` is the op's spec, or has its `operands` and options."""
         return self._outputs(spec)
 
-    def check(self, function: str, arrays: Any) -> None:
+    def check(self, function: str, arrays: PyTree) -> None:
         """Raises ShapeError where the shapes contradict one another; `arrays` holds the caller's, or their specs."""
         check_shapes(
             function,
@@ -175,7 +175,7 @@ class Signature:
             ),
         )
 
-    def specs(self, arrays: Any) -> Any:
+    def specs(self, arrays: PyTree) -> PyTree:
         """The `ArraySpec` of each operand in the op's layout."""
 
         def laid(x: ArraySpec | None, text: str, op_text: str) -> ArraySpec | None:
@@ -183,7 +183,7 @@ class Signature:
 
         return type(arrays)(*map(laid, arrays, self.operands, self._op_texts))
 
-    def pack(self, arrays: Any, spec: Any = None) -> Any:
+    def pack(self, arrays: PyTree, spec: Any = None) -> PyTree:
         """The caller's arrays (of JAX or torch) in the op's layout, which an option of `spec` may change."""
 
         def laid(x: AnyArray, text: str, op_text: str) -> AnyArray:
@@ -195,7 +195,7 @@ class Signature:
         kind = type(arrays)
         return kind(*map(laid, arrays, self.operands, self._op_texts if spec is None else spec.dims(kind)))
 
-    def unpack(self, spec: Any, outputs: Any, arrays: Any) -> Any:
+    def unpack(self, spec: Any, outputs: PyTree, arrays: PyTree) -> PyTree:
         """The op's outputs in the caller's layout; `arrays` are the caller's."""
         op_texts = spec.dims(type(outputs))
         return type(outputs)(
@@ -205,7 +205,7 @@ class Signature:
             )
         )
 
-    def restored(self, y: AnyArray, text: str, op_text: str, arrays: Any) -> AnyArray:
+    def restored(self, y: AnyArray, text: str, op_text: str, arrays: PyTree) -> AnyArray:
         """A result in the layout that `text` states; an axis that the op's result lacks is 1."""
         if text == op_text:
             return y
@@ -218,7 +218,7 @@ class Signature:
             return y.reshape(*self.lead(arrays), *(next(sizes) if occupied else 1 for occupied in present))
         return y if dims.parse(op_text)[0].name in {dim.name for dim in dims.parse(text)} else y[0]
 
-    def lead(self, arrays: Any) -> tuple[int, ...]:
+    def lead(self, arrays: PyTree) -> tuple[int, ...]:
         """The sizes of the axes that the first operand with `*name` has there."""
         for text, x in zip(self.operands, arrays, strict=True):
             words = dims.parse(text)
@@ -226,7 +226,7 @@ class Signature:
                 return tuple(x.shape[: len(x.shape) - len(words) + 1])
         raise AssertionError("no operand has any number of axes")
 
-    def axes(self, spec: Any, arrays: Any, split: str) -> Axes:
+    def axes(self, spec: Any, arrays: PyTree, split: str) -> Axes:
         """The factors of the caller's arrays and results."""
         operand_factors = type(arrays)(
             *(None if x is None else dims.factors(text, len(x.shape)) for x, text in zip(arrays, self.operands))
@@ -243,12 +243,12 @@ def public_call(
     op: Any,
     signature: Signature,
     spec: Any,
-    arrays: Any,
+    arrays: PyTree,
     *,
     config: Any = None,
     implementation: str | None = None,
-    pack: Callable[[Any], Any] | None = None,
-) -> Any:
+    pack: Callable[[PyTree], PyTree] | None = None,
+) -> PyTree:
     """The op's outputs in the caller's layout.
 
     Args:
@@ -259,7 +259,7 @@ def public_call(
         may then be another named tuple, and `spec` has the options alone.
     """
 
-    def run(arrays: Any, unsplit: bool) -> Any:
+    def run(arrays: PyTree, unsplit: bool) -> PyTree:
         operands = signature.pack(arrays, spec) if pack is None else pack(arrays)
         of = spec if unsplit and pack is None else spec.localize(operands)
         outputs = op(of, operands, config=config, implementation=implementation)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,10 @@ from vishwamai.core import dims
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.types import AnyArray, PyTree
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 Self = TypeVar("Self", bound="OpSpec")
 
@@ -54,7 +58,7 @@ def array_spec(x: PyTree) -> ArraySpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def _array_spec(shape: tuple[int, ...], dtype: Any) -> ArraySpec:
+def _array_spec(shape: tuple[int, ...], dtype: DTypeLike) -> ArraySpec:
     torch = type(dtype).__module__.startswith("torch")
     return ArraySpec(shape, jnp.dtype(str(dtype).removeprefix("torch.") if torch else dtype))
 
@@ -63,12 +67,12 @@ SYMBOLIC = "sizes are symbols (jax.export), and it is made for known ones."
 """The reason of every implementation but the definition."""
 
 
-def is_symbolic(arrays: Iterable[Any]) -> bool:
+def is_symbolic(arrays: Iterable[PyTree]) -> bool:
     """Whether a size of one of the arrays, or of their `ArraySpec`s, is a symbol of `jax.export`."""
     return any(not _is_number(size) for x in arrays if x is not None for size in x.shape)
 
 
-def _is_number(size: Any) -> bool:
+def _is_number(size: object) -> bool:
     return isinstance(size, (int, np.integer))
 
 
@@ -112,7 +116,7 @@ def as_array(function: str, name: str, x: AnyArray) -> jax.Array:
         raise ShapeError(f"{function}: `{name}` is {description}; pass an array of JAX or NumPy.") from error
 
 
-def as_dtype(function: str, name: str, dtype: Any) -> jnp.dtype:
+def as_dtype(function: str, name: str, dtype: DTypeLike) -> jnp.dtype:
     """`dtype` as a dtype of JAX; `function` and `name` are the public function and its argument, for the error.
 
     Raises:
@@ -130,7 +134,7 @@ def as_dtype(function: str, name: str, dtype: Any) -> jnp.dtype:
     return parsed
 
 
-def as_jax_dtype(function: str, name: str, dtype: Any) -> jnp.dtype:
+def as_jax_dtype(function: str, name: str, dtype: DTypeLike) -> jnp.dtype:
     """`as_dtype` of what JAX's arrays can have as it is set up.
 
     Raises:
@@ -153,7 +157,7 @@ class OpSpec:
 
     operands: Any = dataclasses.field(repr=False)
 
-    def localize(self: Self, operands: Any) -> Self:
+    def localize(self: Self, operands: PyTree) -> Self:
         """The same computation for operands of other sizes (a shard, or a folded vmap axis)."""
         return dataclasses.replace(
             self, operands=type(self.operands)(*(None if x is None else array_spec(x) for x in operands))

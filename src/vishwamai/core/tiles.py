@@ -11,9 +11,14 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from vishwamai.core.errors import KernelError
+
+if TYPE_CHECKING:
+    from vishwamai.core.spec import OpSpec
+    from vishwamai.core.target import Target
+
 
 UNLIMITED = 1 << 20
 """Sizes from here on stand for "no limit"; no search changes them."""
@@ -43,7 +48,7 @@ class Size:
 
 def size(
     axis: str,
-    default: Any = dataclasses.MISSING,
+    default: object = dataclasses.MISSING,
     *,
     of: str = "forward",
     least: int = 1,
@@ -57,32 +62,32 @@ def size(
     return _field(default, {"sizes": (Size(axis, of, least, most, additive),), "block_size": block_size})
 
 
-def sizes(axes: Iterable[str], default: Any = dataclasses.MISSING, *, block_size: Resize | None = None) -> Any:
+def sizes(axes: Iterable[str], default: object = dataclasses.MISSING, *, block_size: Resize | None = None) -> Any:
     """A field that holds a tuple of sizes, or None."""
     return _field(default, {"sizes": tuple(map(Size, axes)), "block_size": block_size})
 
 
-def warp_count(default: Any = dataclasses.MISSING, *, of: str = "forward", block_size: Resize | None = None) -> Any:
+def warp_count(default: object = dataclasses.MISSING, *, of: str = "forward", block_size: Resize | None = None) -> Any:
     """A field that holds the warps of a GPU's program."""
     return size("warps", default, of=of, most=16, block_size=block_size)
 
 
-def stage_count(default: Any = dataclasses.MISSING, *, of: str = "forward") -> Any:
+def stage_count(default: object = dataclasses.MISSING, *, of: str = "forward") -> Any:
     """A field that holds how many blocks of a GPU's program are in flight."""
     return size("stages", default, of=of, most=6, additive=True)
 
 
-def part(kind: type[Tiles], default: Any = dataclasses.MISSING) -> Any:
+def part(kind: type[Tiles], default: object = dataclasses.MISSING) -> Any:
     """A field that holds `Tiles` of their own."""
     return _field(default, {"part": kind})
 
 
-def option(default: Any = dataclasses.MISSING, *, block_size: Resize | None = None) -> Any:
+def option(default: object = dataclasses.MISSING, *, block_size: Resize | None = None) -> Any:
     """A field that no search changes."""
     return _field(default, {"block_size": block_size})
 
 
-def _field(default: Any, metadata: Mapping[str, object]) -> Any:
+def _field(default: object, metadata: Mapping[str, object]) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -164,24 +169,24 @@ class Tiles:
                 values[field.name] = now.with_block_size(block_size)
         return dataclasses.replace(self, **values)
 
-    def planned(self, spec: Any, target: Any) -> Self:
+    def planned(self, spec: OpSpec, target: Target) -> Self:
         """The same with memory planned for its tiles: a config that plans memory says how."""
         del spec, target
         return self
 
-    def resized(self, block_size: int, spec: Any, target: Any) -> Self:
+    def resized(self, block_size: int, spec: OpSpec, target: Target) -> Self:
         """The same with tiles of about `block_size`, memory planned for them; a config that knows what memory its tiles
         need takes smaller ones where tiles of `block_size` do not fit.
         """
         return self.with_block_size(block_size).planned(spec, target)
 
-    def shortage(self, spec: Any, target: Any) -> str | None:
+    def shortage(self, spec: OpSpec, target: Target) -> str | None:
         """What the tiles need beyond the memory of the target, in words; None where they fit or nothing is known."""
         del spec, target
         return None
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
+    def from_json(cls, values: Mapping[str, object]) -> Self:
         """The config that `dataclasses.asdict` wrote to a table.
 
         Raises:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from vishwamai.core.qtensor import FP4, INT4, scale_values
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, Ref
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -45,7 +45,9 @@ class Operand:
         """It must be unpacked before a product may take it."""
         return self.size > 0 or self.dtype == FP4
 
-    def tile(self, ref: Any, scales: Any, axis: int, start: Any, size: int, offset: AnyArray, wide: Any) -> jax.Array:
+    def tile(
+        self, ref: Ref, scales: Any, axis: int, start: int | jax.Array, size: int, offset: AnyArray, wide: DTypeLike
+    ) -> jax.Array:
         """`size` numbers from `start` along `axis` of the block in `ref`, dequantized to `wide` where that is needed.
 
         Args:
@@ -75,13 +77,13 @@ class Operand:
         return (widen(x, self.dtype, jnp.float32) * repeated).astype(wide)
 
 
-def _slice(ref: Any, axis: int, start: Any, size: int) -> jax.Array:
+def _slice(ref: Ref, axis: int, start: int | jax.Array, size: int) -> jax.Array:
     if size == ref.shape[axis]:
         return ref[...]
     return ref[:, pl.ds(start, size)] if axis == 1 else ref[pl.ds(start, size), :]
 
 
-def widen(x: jax.Array, dtype: DTypeLike, wide: Any) -> jax.Array:
+def widen(x: jax.Array, dtype: DTypeLike, wide: DTypeLike) -> jax.Array:
     """x in `wide`, exactly; a float4_e2m1fn is read from its bits, because most chips' compilers have no conversion.
 
     Exponent and mantissa, moved to where float32 has them, give f, which is the number where it is normal (1 and more).

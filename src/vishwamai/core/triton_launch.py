@@ -120,7 +120,7 @@ class KernelParameters:
             entries.append((name, bundle, (name,) if bundle is None else fields_of(name, bundle)))
         return KernelParameters(kernel, tuple(entries), frozenset(leaf for _, _, leaves in entries for leaf in leaves))
 
-    def check(self, values: Mapping[str, Any]) -> None:
+    def check(self, values: Mapping[str, object]) -> None:
         """Every value has its parameter."""
         assert values.keys() <= self.names, f"{self.kernel.name} has no parameters {sorted(values.keys() - self.names)}"
 

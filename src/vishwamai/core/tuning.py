@@ -18,13 +18,16 @@ import os
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vishwamai.core import caches
 from vishwamai.core.config import cuda_architecture
 from vishwamai.core.errors import DeviceError, KernelError
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles
+
+if TYPE_CHECKING:
+    pass
 
 
 def user_directory() -> Path | None:
@@ -72,7 +75,7 @@ def _read(path: Any) -> dict[str, dict[str, Any]]:
         raise KernelError(f"tuning table {path} is not a table ({error}); install vishwamai again.") from error
 
 
-def read_own(path: Path) -> dict[str, dict[str, Any]]:
+def read_own(path: Any) -> dict[str, dict[str, Any]]:
     """A table that users keep: empty where there is none, where it cannot be read, and where it is damaged; it is then
     set aside, with a warning.
     """
@@ -135,7 +138,7 @@ _TRIALS: dict[tuple[str, str, str], Any] = {}
 
 
 @contextlib.contextmanager
-def trial(op: str, implementation: str, key: str, config: Any) -> Iterator[None]:
+def trial(op: str, implementation: str, key: str, config: object) -> Iterator[None]:
     """Within the block, whatever the tables hold, specs with this key get `config`, in all threads: how a search times
     one.
     """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 if TYPE_CHECKING:  # torch's package takes its types here, too, and imports no JAX
     import jax
     import jax.numpy as jnp
+    from jax.experimental import pallas as pl
 
 AnyArray = Any
 """An array of JAX or NumPy, or a tensor of torch: formulas and GPU kernels that serve both frameworks use what these
@@ -16,10 +18,17 @@ PyTree = Any
 """Nested dicts, lists and tuples whose leaves are arrays, as `jax.tree.map` takes them. Registered classes are nodes,
 too, so no type of Python states it.
 """
+IndexMap: TypeAlias = Callable[..., tuple[object, ...]]
+"""From the indices of a grid, and the prefetched scalars, to the block of an array."""
+Slice: TypeAlias = "slice | pl.Slice"
+"""What `pl.ds` returns: entries of one axis in a kernel."""
 
 
 class Ref(Protocol):
-    """A reference to memory inside a Pallas kernel. `jax.Ref` is its class but types neither its items nor `at`."""
+    """A reference to memory inside a Pallas kernel. `jax.Ref` is its class but types neither its items nor `at`.
+
+    `core.pallas.call` passes None for what a call lacks; a kernel asks its spec, or `is None`, before it reads.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -35,3 +44,14 @@ class RefViews(Protocol):
     """`ref.at`: references to parts of the memory."""
 
     def __getitem__(self, index: object, /) -> Ref: ...
+
+
+class Transfer(Protocol):
+    """A copy that runs while the kernel computes (`pltpu.make_async_copy`)."""
+
+    def start(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+ABSENT = cast("Ref", None)
+"""The default of a reference that a call of a kernel lacks."""

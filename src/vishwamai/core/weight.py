@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vishwamai.core.types import AnyArray
+if TYPE_CHECKING:
+    import jax
+    import jax.numpy as jnp
+    from jax.typing import DTypeLike
 
 
 class Weight(abc.ABC):
@@ -23,19 +26,19 @@ class Weight(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """Of what it stands for."""
 
     @abc.abstractmethod
-    def product(self, x: AnyArray, out_dtype: Any) -> Any:
+    def product(self, x: jax.Array, out_dtype: DTypeLike | None) -> jax.Array:
         """`x @ weight`, `[..., in]` to `[..., out]`."""
 
-    def __rmatmul__(self, x: AnyArray) -> Any:
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
         """`x @ weight` in the dtype of `x`."""
         return self.product(x, x.dtype)
 
     @abc.abstractmethod
-    def grouped(self, x: AnyArray, group_sizes: AnyArray) -> Any:
+    def grouped(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Rows `[rows, in]`, sorted by expert, with their expert's matrix: `[rows, out]` in the dtype of `x`."""
 
 
@@ -54,5 +57,5 @@ class WrappedWeight(Weight):
         return self.weight.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         return self.weight.dtype

@@ -201,7 +201,7 @@ def gathered(x: Any, mesh: Mesh | None) -> Any:
     return x if mesh is None else jax.sharding.reshard(x, NamedSharding(mesh.abstract_mesh, PartitionSpec()))
 
 
-def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
     """Where programs for the mesh are traced."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 

@@ -26,6 +26,8 @@ from vishwamai.models.tensors import Piece, piece
 from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from vishwamai.models.decoder import Decoder
 
 TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
@@ -168,16 +170,16 @@ class AdaptedWeight(WrappedWeight):
       chosen: `[tokens, columns]`, 1 where a column is of the token's adapter, and 0 elsewhere.
     """
 
-    down: Any
-    up: Any
-    chosen: Any
+    down: jax.Array
+    up: jax.Array
+    chosen: jax.Array
 
-    def product(self, x: Any, out_dtype: Any) -> Any:
+    def product(self, x: jax.Array, out_dtype: DTypeLike | None) -> jax.Array:
         base = linear(x, self.weight, out_dtype=jnp.float32)
         thin = linear(x, self.down) * self.chosen.astype(x.dtype)
         return (base + linear(thin, self.up, out_dtype=jnp.float32)).astype(out_dtype)
 
-    def grouped(self, x: Any, group_sizes: Any) -> Any:
+    def grouped(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         raise UnsupportedError("AdaptedWeight: experts have no adapters; leave them out of the adapter.")
 
 
@@ -207,7 +209,7 @@ class AdapterSizes:
         return places[:, None] == jnp.arange(self.count * self.rank, dtype=jnp.int32) // self.rank
 
 
-def adapt(model: Decoder, matrices: Mapping[Place, tuple[Any, Any]], chosen: Any) -> None:
+def adapt(model: Decoder, matrices: Mapping[Place, tuple[Any, Any]], chosen: jax.Array) -> None:
     """Puts the matrices of adapters next to the weights of a decoder, in place; its layers are not stacked."""
     for (layer, name), (down, up) in matrices.items():
         variable = getattr(model.layers[layer], name)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 import vishwamai
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.pages import PagedBatch, QuantizedPages
 from vishwamai.ops.attention.split.ring import ring_attention
@@ -86,11 +87,11 @@ def attend_pages(
     value: Float[Array, "1 tokens kv_heads head_dim"] | None,
     sinks: Float[Array, " heads"] | None,
     batch: PagedBatch,
-    pages: Any,
-    first_page: Any,
+    pages: PyTree,
+    first_page: int | jax.Array,
     latent_dim: int | None = None,
     chunk: int | None = None,
-) -> tuple[Float[Array, "1 tokens heads value_dim"], Any]:
+) -> tuple[Float[Array, "1 tokens heads value_dim"], PyTree]:
     """Attention of new tokens over pages, which get their keys and values first.
 
     Args:
@@ -140,8 +141,8 @@ def attend_pages(
 
 
 def _blocks_of_pages(
-    chunk: int, page_size: int, tokens: int, batch: PagedBatch, page_table: Any
-) -> tuple[Any, Any, Any]:
+    chunk: int, page_size: int, tokens: int, batch: PagedBatch, page_table: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Lengths, page tables and first tokens of the blocks of `chunk` positions that a step's new tokens lie in, each
     block as a sequence of its own. The new tokens of a block are its last ones, as paged attention has them.
     """
@@ -166,7 +167,7 @@ def _blocks_of_pages(
     return lengths, tables, offsets
 
 
-def _slopes(config: ModelConfig, heads: int, axes: MeshAxes = ONE_DEVICE) -> Any:
+def _slopes(config: ModelConfig, heads: int, axes: MeshAxes = ONE_DEVICE) -> jax.Array:
     """ALiBi's slopes of the heads that the device has. Press et al. (2022): powers of one number for a power of two of
     heads, and every other one of twice as many for the rest.
     """

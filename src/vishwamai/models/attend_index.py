@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 import vishwamai
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.models.pages import PagedBatch, QuantizedPages
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def chosen_keys(
     weights: Float[Array, "tokens heads"],
     batch: PagedBatch,
     pool: Float[Array, "pages page_size features"],
-    first_page: Any,
+    first_page: int | jax.Array,
     columns: slice,
     top_k: int,
 ) -> Int[Array, "1 tokens chosen"]:
@@ -55,7 +56,7 @@ def chosen_keys(
     last = jnp.cumsum(blocks)
     padded = [jnp.pad(x, [(0, size), *[(0, 0)] * (x.ndim - 1)]) for x in (query, weights)]
 
-    def select(i: Any) -> tuple[Any, Any]:
+    def select(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The choice of one block, and the tokens that it is for; those past its sequence's end get none."""
         sequence = jnp.minimum(jnp.searchsorted(last, i, side="right"), counts.shape[0] - 1)
         offset = (i - last[sequence] + blocks[sequence]) * size + jnp.arange(size, dtype=jnp.int32)
@@ -77,12 +78,12 @@ def attend_chosen_pages(
     config: ModelConfig,
     query: Float[Array, "1 tokens heads dim"],
     row: Float[Array, "1 tokens 1 features"],
-    select: Callable[[Any], Int[Array, "1 tokens chosen"]],
+    select: Callable[[jax.Array], Int[Array, "1 tokens chosen"]],
     batch: PagedBatch,
-    pages: Any,
-    first_page: Any,
+    pages: PyTree,
+    first_page: int | jax.Array,
     value_dim: int,
-) -> tuple[Float[Array, "1 tokens heads value_dim"], Any, Int[Array, "1 tokens chosen"]]:
+) -> tuple[Float[Array, "1 tokens heads value_dim"], PyTree, Int[Array, "1 tokens chosen"]]:
     """Attention of new tokens over chosen tokens of their sequences' pages, which get the new rows first.
 
     Args:

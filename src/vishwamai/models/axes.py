@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from vishwamai.core.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,24 +36,24 @@ class MeshAxes:
     tensor: str | None = None
     heads: bool = False
 
-    def total(self, x: Any) -> Any:
+    def total(self, x: PyTree) -> PyTree:
         """The sum of what each device of `tensor` has made of its part."""
         return x if self.tensor is None else jax.lax.psum(x, self.tensor)
 
-    def once(self, bias: Any) -> Any:
+    def once(self, bias: PyTree) -> PyTree:
         """A whole bias on one device of `tensor`, zeros on the others: `total` counts it once. None stays None."""
         return _on_first(self.tensor, bias)
 
-    def row_total(self, x: Any) -> Any:
+    def row_total(self, x: PyTree) -> PyTree:
         """The sum of what each device of `sequence` has made of its part of the rows."""
         return x if self.sequence is None else jax.lax.psum(x, self.sequence)
 
-    def row_once(self, x: Any) -> Any:
+    def row_once(self, x: PyTree) -> PyTree:
         """What all devices of `sequence` have, on one of them, and zeros on the others: it counts once among tokens."""
         return _on_first(self.sequence, x)
 
 
-def _on_first(axis: str | None, x: Any) -> Any:
+def _on_first(axis: str | None, x: PyTree) -> PyTree:
     if x is None or axis is None:
         return x
     return jnp.where(jax.lax.axis_index(axis) == 0, x, jnp.zeros_like(x))

@@ -128,11 +128,13 @@ class BertConfig:
             )
         return config
 
-    def read(self, directory: Path, dtype: Any = jnp.float32) -> Parameters:
+    def read(self, directory: Path, dtype: DTypeLike = jnp.float32) -> Parameters:
         """The parameters in a directory; see `from_hugging_face`."""
         return from_hugging_face(read_index(directory), self, dtype)
 
-    def encode(self, parameters: Parameters, tokens: Any, mask: Any, types: Any, operations: Operations) -> Any:
+    def encode(
+        self, parameters: Parameters, tokens: jax.Array, mask: jax.Array, types: jax.Array, operations: Operations
+    ) -> jax.Array:
         """The states of tokens; see `encode`."""
         return encode(parameters, self, tokens, mask, operations, types)
 
@@ -149,9 +151,9 @@ class BertLayer(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    words: Any  # [vocabulary, hidden]
-    positions: Any  # [max positions, hidden]
-    types: Any  # [types, hidden]
+    words: jax.Array  # [vocabulary, hidden]
+    positions: jax.Array  # [max positions, hidden]
+    types: jax.Array  # [types, hidden]
     norm: Norm
     layers: tuple[BertLayer, ...]
 
@@ -162,36 +164,36 @@ class Operations(NamedTuple):
     attention: Callable[
         ..., Any
     ]  # (query, key, value, mask) -> out, all [batch, heads, seq, head_dim], mask [batch, 1, 1, seq]
-    linear: Callable[..., Any]  # (x, weight, bias, activation) -> [rows, out]
-    add_norm: Callable[..., Any]  # (x, residual, scale, offset, eps) -> [rows, hidden]
+    linear: Callable[..., jax.Array]  # (x, weight, bias, activation) -> [rows, out]
+    add_norm: Callable[..., jax.Array]  # (x, residual, scale, offset, eps) -> [rows, hidden]
 
 
-def _attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
+def _attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
     return vishwamai.flash_attention(query, key, value, mask=mask)
 
 
-def _linear(x: jax.Array, weight: Any, bias: jax.Array, activation: str | None = None) -> Any:
+def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array, activation: str | None = None) -> jax.Array:
     return vishwamai.gemm(x, weight, bias=bias, activation=activation)
 
 
-def _add_norm(x: jax.Array, residual: jax.Array, scale: Any, offset: jax.Array, eps: float) -> Any:
+def _add_norm(x: jax.Array, residual: jax.Array, scale: jax.Array, offset: jax.Array, eps: float) -> jax.Array:
     return vishwamai.layer_norm(x, scale, offset, eps=eps, residual=residual)[0]
 
 
 OURS = Operations(_attention, _linear, _add_norm)
 
 
-def _plain_attention(query: jax.Array, key: Any, value: Any, mask: jax.Array) -> Any:
+def _plain_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
     swapped = (x.swapaxes(1, 2) for x in (query, key, value))
     return jax.nn.dot_product_attention(*swapped, mask=mask).swapaxes(1, 2)
 
 
-def _plain_linear(x: jax.Array, weight: Any, bias: jax.Array, activation: str | None = None) -> Any:
+def _plain_linear(x: jax.Array, weight: jax.Array, bias: jax.Array, activation: str | None = None) -> jax.Array:
     y = x @ weight + bias
     return jax.nn.gelu(y, approximate=False) if activation == "gelu" else y
 
 
-def _plain_add_norm(x: jax.Array, residual: jax.Array, scale: Any, offset: jax.Array, eps: float) -> Any:
+def _plain_add_norm(x: jax.Array, residual: jax.Array, scale: jax.Array, offset: jax.Array, eps: float) -> jax.Array:
     total = x + residual
     mean = jnp.mean(total, axis=-1, keepdims=True)
     variance = jnp.var(total, axis=-1, keepdims=True)

@@ -12,13 +12,22 @@ import vishwamai
 from vishwamai.core.activations import activate
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
+from vishwamai.core.types import PyTree
 from vishwamai.core.weight import Weight
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from vishwamai.models.config import ModelConfig
 
 
-def linear(x: Any, weight: Any, bias: Any = None, out_dtype: Any = None, activation: str | None = None) -> Any:
+def linear(
+    x: jax.Array,
+    weight: Any,
+    bias: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    activation: str | None = None,
+) -> jax.Array:
     """`activation(x @ weight + bias)`; a plain weight is brought to the dtype of `x`, another one stays."""
     if isinstance(weight, Weight):
         out = weight.product(x, out_dtype or x.dtype)
@@ -32,12 +41,18 @@ def in_dtype(weight: Any, dtype: Any) -> Any:
     return weight.astype(dtype) if isinstance(weight, jax.Array) else weight
 
 
-def times(x: Any, factor: float) -> Any:
+def times(x: jax.Array, factor: float) -> jax.Array:
     """`factor * x` in the dtype of `x`."""
     return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
-def norm(config: ModelConfig, x: Any, scale: Any, residual: Any = None, bias: Any = None) -> Any:
+def norm(
+    config: ModelConfig,
+    x: jax.Array,
+    scale: jax.Array | None,
+    residual: jax.Array | None = None,
+    bias: jax.Array | None = None,
+) -> PyTree:
     """The family's norm over the last axis.
 
     Args:
@@ -72,7 +87,9 @@ def head_matrix(config: ModelConfig, head: Any) -> Any:
     return (wide / jnp.maximum(length, 1e-12)).astype(head.dtype)
 
 
-def final_norm(config: ModelConfig, arrays: Mapping[str, Any], x: Any, residual: Any = None) -> Any:
+def final_norm(
+    config: ModelConfig, arrays: Mapping[str, Any], x: jax.Array, residual: jax.Array | None = None
+) -> jax.Array:
     """The norm before the head, of `x` or of its sum with `residual`, times the factors of the logits: the head is
     linear.
 

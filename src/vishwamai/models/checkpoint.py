@@ -319,7 +319,9 @@ def _read_quantized(
     )
 
 
-def _read(parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], dtype: Any, sharding: Any) -> jax.Array:
+def _read(
+    parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], dtype: DTypeLike, sharding: Any
+) -> jax.Array:
     """The parameter, each device's part read from the files on its own.
 
     Waits for the devices, which read a tensor's memory after the call: the host has one tensor at a time.

@@ -57,7 +57,7 @@ def check_keys(family: Family, values: Mapping[str, Any], required: list[str], s
         raise UnsupportedError(f"{source}: {' '.join(problems)}")
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     """A value as an error shows it, in one line."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

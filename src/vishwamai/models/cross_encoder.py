@@ -46,9 +46,9 @@ class Head(NamedTuple):
 def _judged(
     parameters: Any,
     head: Head,
-    tokens: jax.Array,
-    mask: jax.Array,
-    types: jax.Array,
+    tokens: jax.Array | np.ndarray,
+    mask: jax.Array | np.ndarray,
+    types: jax.Array | np.ndarray,
     *,
     config: Any,
     pooling: Any,
@@ -131,7 +131,9 @@ class CrossEncoder:
         """Special tokens of a pair."""
         return self.tokenizer.num_special_tokens_to_add(True)
 
-    def __call__(self, tokens: Any, mask: Any, types: Any) -> Any:
+    def __call__(
+        self, tokens: jax.Array | np.ndarray, mask: jax.Array | np.ndarray, types: jax.Array | np.ndarray
+    ) -> Any:
         """Scores `[batch, 1]` of tokenized pairs."""
         return _judged(
             self.parameters,

@@ -85,8 +85,8 @@ class Decoder(nnx.Module):
         config: ModelConfig,
         *,
         rngs: nnx.Rngs | None = None,
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         stacked: bool | None = None,
         make: Make | None = None,
     ):
@@ -202,11 +202,11 @@ class Decoder(nnx.Module):
 
     def _run(
         self,
-        ids: Any,
+        ids: jax.Array,
         tokens: Rows | Step,
         pools: tuple[Any, ...] | None,
         wrap: Callable[..., Any],
-        token_mask: Any = None,
+        token_mask: jax.Array | None = None,
     ) -> tuple[Any, Any, tuple[ExpertLoad | None, ...]]:
         axes = tokens.axes if isinstance(tokens, Rows) else ONE_DEVICE
         top = self.top_arrays()
@@ -244,7 +244,7 @@ def run_segment(
     pools: tuple[Any, ...] | None,
     wrap: Callable[..., Any],
     periods: dict[Any, Callable[..., Any]] | None = None,
-    token_mask: Any = None,
+    token_mask: jax.Array | None = None,
     inputs: Any = None,
 ) -> tuple[Any, tuple[Any, ...] | None, tuple[ExpertLoad | None, ...]]:
     """The layers of one segment: in turn, or by a scan over its periods, with the pools in the scan's carry, so that

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,17 +14,21 @@ import vishwamai
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models.shards import Stored
 
+if TYPE_CHECKING:
+    import jax
+    from jax.typing import DTypeLike
+
 
 class Norm(NamedTuple):
-    scale: Any  # [hidden]
-    offset: Any  # [hidden], or None
+    scale: jax.Array  # [hidden]
+    offset: jax.Array | None  # [hidden], or None
 
 
 class Linear(NamedTuple):
-    weight: Any  # [in, out]
-    bias: Any  # [out], or None
+    weight: jax.Array  # [in, out]
+    bias: jax.Array | None  # [out], or None
 
-    def __call__(self, x: Any) -> Any:  # [rows, in] to [rows, out]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [rows, in] to [rows, out]
         return vishwamai.gemm(x, self.weight, bias=self.bias)
 
 
@@ -40,7 +44,7 @@ class TensorReader:
 
     tensors: Mapping[str, Stored]
     prefix: str = ""
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     def array(self, name: str, *shape: int) -> np.ndarray:
         """A tensor of that shape.
@@ -58,7 +62,7 @@ class TensorReader:
             )
         return np.asarray(stored.read())
 
-    def table(self, name: str, rows: int, columns: int) -> Any:
+    def table(self, name: str, rows: int, columns: int) -> jax.Array:
         """A table of embeddings."""
         return jnp.asarray(self.array(f"{name}.weight", rows, columns), self.dtype)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -18,6 +18,9 @@ from vishwamai.models.text_part import text_tensors
 from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
+    import jax
+    from jax.typing import DTypeLike
+
     from vishwamai.models.decoder import Decoder
 
 
@@ -56,7 +59,7 @@ class DecoderStates:
         """Tokens of the longest text."""
         return self.model.max_positions
 
-    def read(self, directory: Path, dtype: Any = jnp.float32) -> Decoder:
+    def read(self, directory: Path, dtype: DTypeLike = jnp.float32) -> Decoder:
         """The decoder of a directory, whose head may be absent; see `from_pretrained`."""
         from vishwamai.models.checkpoint import from_pretrained
 
@@ -64,7 +67,9 @@ class DecoderStates:
         config = dataclasses.replace(self.model, tie_embeddings=True) if headless else self.model
         return from_pretrained(directory, dtype=dtype, config=config)
 
-    def encode(self, parameters: Decoder, tokens: Any, mask: Any, types: Any, operations: Any) -> Any:
+    def encode(
+        self, parameters: Decoder, tokens: jax.Array, mask: jax.Array, types: jax.Array, operations: object
+    ) -> jax.Array:
         """The last hidden state of every token, `[batch, seq, hidden]`; `types` and `operations` have no effect."""
         # Without it tokens see those before them alone, and padding comes last.
         segments = mask.astype(jnp.int32) if self.model.bidirectional else None

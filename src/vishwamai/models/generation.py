@@ -70,7 +70,7 @@ def read_generation_config(directory: str | Path) -> GenerationConfig:
     return GenerationConfig(**read)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -15,17 +15,19 @@ from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import linear, norm
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from vishwamai.models.config import ModelConfig
 
 
 def embedded(
     config: ModelConfig,
     arrays: Mapping[str, Any],
-    tokens: Any,
-    dtype: Any,
+    tokens: jax.Array,
+    dtype: DTypeLike,
     axes: MeshAxes = ONE_DEVICE,
-    positions: Any = None,
-) -> Any:
+    positions: jax.Array | None = None,
+) -> jax.Array:
     """The input of the first layer, `[batch, seq, hidden]`.
 
     Args:
@@ -53,7 +55,9 @@ def embedded(
     return x * jnp.asarray(config.hidden_size**0.5, dtype) if config.scale_embeddings else x
 
 
-def layer_inputs(config: ModelConfig, arrays: Mapping[str, Any], tokens: Any, x: Any, axes: MeshAxes) -> Any:
+def layer_inputs(
+    config: ModelConfig, arrays: Mapping[str, Any], tokens: jax.Array, x: jax.Array, axes: MeshAxes
+) -> jax.Array | None:
     """What each layer gets of each token besides the stream, `[layers, batch, seq, features]`: a row of a table of its
     own, and a product of the embedding; None where `config.layer_embedding` is. Gemma Team, "Gemma 3n" (2025).
 
@@ -80,7 +84,7 @@ def layer_inputs(config: ModelConfig, arrays: Mapping[str, Any], tokens: Any, x:
     return jnp.moveaxis((projected + rows.reshape(shape)) * jnp.asarray(2.0**-0.5, x.dtype), 2, 0)
 
 
-def _rows(table: Any, tokens: Any, dtype: Any, axes: MeshAxes) -> Any:
+def _rows(table: jax.Array, tokens: jax.Array, dtype: DTypeLike, axes: MeshAxes) -> jax.Array:
     """Rows of the embedding table; on explicit mesh axes they are split as the tokens are."""
     if isinstance(table, PackedQTensor):
         return table.columns(tokens).astype(dtype)
@@ -97,7 +101,7 @@ def _rows(table: Any, tokens: Any, dtype: Any, axes: MeshAxes) -> Any:
     return table.at[tokens].get(out_sharding=jax.sharding.PartitionSpec(*spec)).astype(dtype)
 
 
-def _exchanged_rows(table: Any, tokens: Any, dtype: Any, axes: MeshAxes) -> Any:
+def _exchanged_rows(table: jax.Array, tokens: jax.Array, dtype: DTypeLike, axes: MeshAxes) -> jax.Array:
     """Rows of a table whose features are split over devices with tokens of their own: each device reads its features of
     all their tokens, and sends every device those of its tokens. The gradient takes the same way back.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,10 @@ from vishwamai.models.bert import Operations
 from vishwamai.models.encoder_tensors import Linear, Norm, TensorReader, check_known
 from vishwamai.models.shards import read_index
 from vishwamai.models.values import check_value, read_json
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 _SIZES = {
     "vocab_size": 50368,
@@ -54,7 +58,7 @@ class ModernBertLayer(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    words: Any  # [vocab, hidden]
+    words: jax.Array  # [vocab, hidden]
     norm: Norm
     layers: tuple[ModernBertLayer, ...]
     final_norm: Norm
@@ -122,7 +126,7 @@ class ModernBertConfig:
         check_known(values, {*read, *_IGNORED, "global_rope_theta", "local_rope_theta"}, path)
         return cls(**fields, layer_types=tuple(kinds), thetas=_thetas(values, path))
 
-    def read(self, directory: Path, dtype: Any = jnp.float32) -> Parameters:
+    def read(self, directory: Path, dtype: DTypeLike = jnp.float32) -> Parameters:
         """The parameters in a directory with a `transformers.ModernBertModel`, or a model that has one.
 
         Raises:
@@ -151,7 +155,9 @@ class ModernBertConfig:
             reader.norm("final_norm", hidden, self.norm_bias),
         )
 
-    def encode(self, parameters: Parameters, tokens: Any, mask: Any, types: Any, operations: Operations) -> Any:
+    def encode(
+        self, parameters: Parameters, tokens: jax.Array, mask: jax.Array, types: jax.Array, operations: Operations
+    ) -> jax.Array:
         """The last hidden state of every token, `[batch, seq, hidden]`; `types` and `operations` have no effect."""
         batch, seq = tokens.shape
         heads, reach = self.num_attention_heads, self.local_attention // 2
@@ -168,7 +174,7 @@ class ModernBertConfig:
             x = x + layer.down(jax.nn.gelu(wide, approximate=False) * gate)
         return self._norm(x, parameters.final_norm).reshape(batch, seq, -1)
 
-    def _norm(self, x: Any, norm: Norm) -> Any:
+    def _norm(self, x: jax.Array, norm: Norm) -> jax.Array:
         return vishwamai.layer_norm(x, norm.scale, norm.offset, eps=self.norm_eps)
 
 

@@ -144,7 +144,7 @@ def _folder(origin: dict[str, Any]) -> Path:
     return root / _digest(origin)
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

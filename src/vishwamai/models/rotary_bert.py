@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,10 @@ from vishwamai.models.bert import Operations
 from vishwamai.models.encoder_tensors import Linear, Norm, TensorReader, check_known
 from vishwamai.models.shards import read_index
 from vishwamai.models.values import check_value, read_json
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gte": {
@@ -71,10 +75,10 @@ class Adapted(NamedTuple):
     """A product or a table with the matrices of an adapter: `x W + (x A) B`."""
 
     base: Any
-    enter: Any  # [in, rank]
-    leave: Any  # [rank, out]
+    enter: jax.Array  # [in, rank]
+    leave: jax.Array  # [rank, out]
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: jax.Array) -> jax.Array:
         return self.base(x) + vishwamai.gemm(vishwamai.gemm(x, self.enter), self.leave)
 
 
@@ -89,8 +93,8 @@ class RotaryBertLayer(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    words: Any  # [vocab, hidden]
-    types: Any  # [types, hidden], or None
+    words: jax.Array  # [vocab, hidden]
+    types: jax.Array | None  # [types, hidden], or None
     norm: Norm
     layers: tuple[RotaryBertLayer, ...]
 
@@ -156,7 +160,7 @@ class RotaryBertConfig:
         check_value("rope_theta", theta, float, str(path))
         return cls(kind, **fields, rope_theta=float(theta))
 
-    def read(self, directory: Path, dtype: Any = jnp.float32) -> Parameters:
+    def read(self, directory: Path, dtype: DTypeLike = jnp.float32) -> Parameters:
         """The parameters in a directory with the model, or one that has it.
 
         Raises:
@@ -259,7 +263,9 @@ class RotaryBertConfig:
             )
         return Parameters(words, types, parameters.norm, tuple(layers))
 
-    def encode(self, parameters: Parameters, tokens: Any, mask: Any, types: Any, operations: Operations) -> Any:
+    def encode(
+        self, parameters: Parameters, tokens: jax.Array, mask: jax.Array, types: jax.Array, operations: Operations
+    ) -> jax.Array:
         """The last hidden state of every token, `[batch, seq, hidden]`; `operations` has no effect."""
         batch, seq = tokens.shape
         x = _rows(parameters.words, tokens)
@@ -278,11 +284,11 @@ class RotaryBertConfig:
             x = self._norm(x + layer.down(wide), layer.output_norm)
         return x.reshape(batch, seq, -1)
 
-    def _norm(self, x: Any, norm: Norm) -> Any:
+    def _norm(self, x: jax.Array, norm: Norm) -> jax.Array:
         return vishwamai.layer_norm(x, norm.scale, norm.offset, eps=self.layer_norm_eps)
 
 
-def _rows(table: Any, tokens: Any) -> Any:
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows of a table, `[batch, seq, hidden]`."""
     if isinstance(table, Adapted):
         return table.base[tokens] + jnp.matmul(table.enter[tokens], table.leave, precision="highest")

@@ -84,23 +84,25 @@ def rotated(
     return (turned, None) if key is None else turned
 
 
-def _proportional(config: ModelConfig, rope: Rope, query: Any, key: Any, positions: Any, width: int) -> tuple[Any, Any]:
+def _proportional(
+    config: ModelConfig, rope: Rope, query: jax.Array, key: jax.Array | None, positions: jax.Array | None, width: int
+) -> tuple[jax.Array, jax.Array | None]:
     """The rotation of the first `width / 2` features of each half of a head, at the frequencies of the whole head."""
     dim, turning = query.shape[-1], width // 2
     inner = Rope(rope.theta ** (width / dim))  # whose frequencies of `width` features are the head's first
 
-    def split(x: Any) -> Any:
+    def split(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x[..., :turning], x[..., dim // 2 : dim // 2 + turning]], axis=-1)
 
-    def joined(x: Any, y: Any) -> Any:
+    def joined(x: jax.Array, y: jax.Array) -> jax.Array:
         parts = [y[..., :turning], x[..., turning : dim // 2], y[..., turning:], x[..., dim // 2 + turning :]]
         return jnp.concatenate(parts, axis=-1)
 
-    turned = rotated(config, inner, split(query), None if key is None else split(key), positions)
+    turned: Any = rotated(config, inner, split(query), None if key is None else split(key), positions)
     return joined(query, turned[0]), None if key is None else joined(key, turned[1])
 
 
-def grown(rope: Rope, query: Any, positions: Any) -> Any:
+def grown(rope: Rope, query: jax.Array, positions: jax.Array | None) -> jax.Array:
     """Queries `[batch, seq, heads, features]` times their factor by position, where there is one; see `Rope`."""
     if not rope.query_growth:
         return query

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class Dense:
     linear: Linear
     activation: str = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, vectors: Any) -> Any:
+    def __call__(self, vectors: jax.Array) -> jax.Array:
         weight, bias = self.linear
         vectors = jnp.matmul(vectors, weight.astype(vectors.dtype), precision="highest")
         return _ACTIVATIONS[self.activation](vectors if bias is None else vectors + bias.astype(vectors.dtype))
@@ -57,7 +57,7 @@ class Dense:
 class Normalize:
     """Makes the length 1."""
 
-    def __call__(self, vectors: Any) -> Any:
+    def __call__(self, vectors: jax.Array) -> jax.Array:
         return vectors / jnp.maximum(jnp.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 

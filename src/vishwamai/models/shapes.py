@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,16 @@ from vishwamai.models.parameters import Parameter, parameter_path
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, parameter_sharding
 from vishwamai.parallel import LogicalRules
 
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 def decoder_shapes(
-    directory: Path, config: ModelConfig, dtype: Any, quantize: str | None, place: Sharding | tuple[Mesh, LogicalRules]
+    directory: Path,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    quantize: str | None,
+    place: Sharding | tuple[Mesh, LogicalRules],
 ) -> Decoder:
     """The decoder whose parameters are `jax.ShapeDtypeStruct`s with shardings; reads headers only.
 

@@ -208,7 +208,7 @@ def _check_apart(path: Path, tensors: Mapping[str, Stored]) -> None:
 
 
 def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
-    def header_error(key: str, expected: str, value: Any) -> ShapeError:
+    def header_error(key: str, expected: str, value: object) -> ShapeError:
         return ShapeError(
             f"{path}: tensor `{name}` has `{key}` = {value!r}; expected {expected}. The header does not describe the "
             "file; download it again."
@@ -235,5 +235,5 @@ def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> Stored:
     return Stored(path, start + offsets[0], tuple(shape), kind)
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63

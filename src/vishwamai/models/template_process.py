@@ -50,19 +50,19 @@ class _Generation(jinja2.ext.Extension):
 class _Namespace(jinja2.utils.Namespace):
     """A namespace without names that begin with an underscore, as that of transformers."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:
+    def __init__(*args: object, **kwargs: object) -> None:
         self, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:
             _check_name(name)
         jinja2.utils.Namespace.__init__(self, values)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _check_name(name)
         super().__setitem__(name, value)
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"a namespace's attribute may not be named {name!r}")
 

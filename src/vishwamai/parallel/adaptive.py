@@ -290,7 +290,7 @@ def measured(mesh: Mesh, axis: str, rows: int) -> Cost:
     """Products on the devices of the axis; each is timed once."""
     places = [slice(None) if name == axis else slice(1) for name in mesh.axis_names]
     line = Mesh(mesh.devices[tuple(places)].reshape(-1), (axis,))
-    times: dict[Any, float] = {}
+    times: dict[object, float] = {}
 
     def seconds(shape: tuple[int, int], dtype: jnp.dtype, kind: Kind, collective: Collective) -> float:
         key = (shape, dtype, kind, collective)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -271,7 +271,7 @@ def on_sides(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
     return max((grid, *torus.along_sides(grid)), key=torus.own_links)
 
 
-def _whole_sides_first(make: Any) -> np.ndarray:
+def _whole_sides_first(make: Callable[..., np.ndarray]) -> np.ndarray:
     """Each axis on whole sides of the torus if that goes, else on parts of sides."""
     try:
         return make(False)

@@ -178,7 +178,7 @@ def gemm_reduce_scatter(
     wide = accumulator_dtype(x.dtype)
     if _rings(name, "reduce_scatter", x, w.shape[1], axis, size, overlap, links):
         products = resolve_precision(precision, current_config().precision, x.dtype)
-        total: Any = scattered_product(
+        total: jax.Array = scattered_product(
             Static(RingPieces(axis, size), products, implementation, None, out_dtype, config), x, w
         )
     else:
@@ -251,7 +251,7 @@ def all_gather_gated_linear_unit(
         return y.astype(out_dtype)
     products = resolve_precision(precision, current_config().precision, x.dtype)
     static = Static(RingPieces(axis, size), products, implementation, activation, x.dtype, config)
-    y: Any = gathered_gated(static, x, gate, up)
+    y: jax.Array = gathered_gated(static, x, gate, up)
     return y.astype(out_dtype)
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from vishwamai.core.sharding import match_varying
-from vishwamai.core.types import AnyArray
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +40,12 @@ class RingPieces:
         """
         return self.size // 2, (self.size - 1) // 2
 
-    def shift(self, x: AnyArray, way: int) -> Any:
+    def shift(self, x: Any, way: int) -> Any:
         """What the device `way` places before this one has."""
         pairs = [(i, (i + way) % self.size) for i in range(self.size)]
         return jax.lax.ppermute(x, self.axis, pairs)
 
-    def gathered(self, x: AnyArray) -> Iterator[tuple[int, Any]]:
+    def gathered(self, x: jax.Array) -> Iterator[tuple[int, Any]]:
         """(distance, piece) for every device: the piece of the device `distance` places before this one."""
         up, down = self.reach
         # Pieces travel both ways at once, since a link carries as much in each direction; each crosses half the ring.
@@ -59,7 +61,7 @@ class RingPieces:
             if step <= down:
                 yield -step, from_after
 
-    def reduced(self, part: Callable[[int], Any], dtype: Any) -> Any:
+    def reduced(self, part: Callable[[int], jax.Array], dtype: DTypeLike) -> jax.Array:
         """The sum of the parts that all devices have for this one.
 
         Args:
@@ -68,7 +70,7 @@ class RingPieces:
         """
         up, down = self.reach
 
-        def added(total: Any, way: int, distance: int) -> Any:
+        def added(total: jax.Array | None, way: int, distance: int) -> jax.Array:
             shifted = None if total is None else self.shift(total, way)
             local = part(distance)
             return (local if shifted is None else local + shifted.astype(local.dtype)).astype(dtype)
@@ -83,7 +85,7 @@ class RingPieces:
         local = part(0)
         return sum((x.astype(local.dtype) for x in shifted), local)
 
-    def rows(self, x: AnyArray, distance: int) -> Any:
+    def rows(self, x: jax.Array, distance: int) -> jax.Array:
         """The rows (last axis but one) of `x` that belong to the device `distance` places after this one."""
         count = x.shape[-2] // self.size
         return jax.lax.dynamic_slice_in_dim(x, self._start(distance, count), count, x.ndim - 2)
@@ -97,13 +99,13 @@ class RingPieces:
             result = jax.tree.map(lambda x, y, d=distance: self._placed(x, y, -d), result, rows)
         return result
 
-    def _empty(self, x: AnyArray) -> Any:
+    def _empty(self, x: jax.Array) -> Any:
         shape = (*x.shape[:-2], x.shape[-2] * self.size, x.shape[-1])
         return match_varying((jnp.zeros(shape, x.dtype), x))[0]
 
-    def _placed(self, target: Any, x: AnyArray, distance: int) -> Any:
+    def _placed(self, target: Any, x: jax.Array, distance: int) -> jax.Array:
         start = self._start(distance, x.shape[-2])
         return jax.lax.dynamic_update_slice_in_dim(target, x, start, target.ndim - 2)
 
-    def _start(self, distance: int, count: int) -> Any:
+    def _start(self, distance: int, count: int) -> jax.Array:
         return (jax.lax.axis_index(self.axis) + distance) % self.size * count

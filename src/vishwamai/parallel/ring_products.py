@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ from vishwamai.ops.matmul.epilogue import derivative
 from vishwamai.ops.matmul.spec import Operands
 from vishwamai.parallel.ring_pieces import RingPieces
 
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 @dataclasses.dataclass(frozen=True)
 class Static:
@@ -47,26 +50,26 @@ class Static:
     implementation: str | None
     activation: str | None
     out_dtype: jnp.dtype
-    config: Any
+    config: object
 
-    def product(self, a: Any, b: Any, **options: Any) -> Any:
+    def product(self, a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
         """`a @ b` in the dtype of its sums."""
         wide = accumulator_dtype(a.dtype)
         return gemm(a, b, precision=self.precision, implementation=self.implementation, out_dtype=wide, **options)
 
 
-def _weight_gradient(static: Static, pairs: Iterable[tuple[object, object]], dtype: Any) -> Any:
+def _weight_gradient(static: Static, pairs: Iterable[tuple[jax.Array, jax.Array]], dtype: DTypeLike) -> jax.Array:
     """The sum of a^T @ b over pairs of pieces, `[..., rows, .]` each."""
     parts = (static.product(_flat(a), _flat(b), transpose_a=True) for a, b in pairs)
     return functools.reduce(jnp.add, parts).astype(dtype)
 
 
-def _flat(x: AnyArray) -> Any:
+def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gathered_product(static: Static, x: AnyArray, w: Any, bias: AnyArray) -> Any:
+def gathered_product(static: Static, x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
     """`act(gathered(x) @ w + bias)`, from this device's rows of x."""
     gathered = static.pieces.gathered(x)
     options = {"activation": static.activation, "out_dtype": static.out_dtype, "precision": static.precision}
@@ -74,10 +77,12 @@ def gathered_product(static: Static, x: AnyArray, w: Any, bias: AnyArray) -> Any
     return static.pieces.joined((distance, run(piece)) for distance, piece in gathered)
 
 
-def _gathered_forward(static: Static, x: AnyArray, w: Any, bias: AnyArray) -> tuple[Any, Any]:
+def _gathered_forward(
+    static: Static, x: jax.Array, w: jax.Array, bias: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     of_caller = signature(False, False)
 
-    def piece_of(x: AnyArray) -> tuple[Any, Any]:
+    def piece_of(x: jax.Array) -> tuple[Any, Any]:
         arrays = Operands(x, w, bias, None, None)
         spec = make_spec(array_specs(arrays), static.activation, False, False, static.precision, static.out_dtype)
         outputs, z = MATMUL.with_residuals(
@@ -90,12 +95,12 @@ def _gathered_forward(static: Static, x: AnyArray, w: Any, bias: AnyArray) -> tu
     return y, (x, w, bias, y if static.activation == "relu" else None, z)
 
 
-def _gathered_backward(static: Static, saved: PyTree, dy: AnyArray) -> Any:
+def _gathered_backward(static: Static, saved: PyTree, dy: jax.Array) -> tuple[jax.Array | None, ...]:
     return _gathered_gradients(static, saved, dy)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered_gradients(static: Static, saved: PyTree, dy: AnyArray) -> Any:
+def _gathered_gradients(static: Static, saved: PyTree, dy: jax.Array) -> tuple[jax.Array | None, ...]:
     x, w, bias, y, z = saved
     wide = accumulator_dtype(x.dtype)
     dz = dy.astype(wide)
@@ -113,22 +118,22 @@ def _gathered_gradients(static: Static, saved: PyTree, dy: AnyArray) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scattered_product(static: Static, x: AnyArray, w: Any) -> Any:
+def scattered_product(static: Static, x: jax.Array, w: jax.Array) -> jax.Array:
     """This device's rows of the sum of all devices' `x @ w`, in the dtype of sums; they travel in `out_dtype`."""
     pieces = static.pieces
     product = functools.partial(static.product, b=w, config=static.config)
     return pieces.reduced(lambda distance: product(pieces.rows(x, distance)), static.out_dtype)
 
 
-def _scattered_forward(static: Static, x: AnyArray, w: Any) -> tuple[Any, Any]:
+def _scattered_forward(static: Static, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     return scattered_product(static, x, w), (x, w)
 
 
-def _scattered_backward(static: Static, saved: PyTree, dz: Any) -> Any:
+def _scattered_backward(static: Static, saved: PyTree, dz: jax.Array) -> tuple[jax.Array | None, ...]:
     x, w = saved
     pieces, gathered = static.pieces, []
 
-    def piece_of(distance: int, piece: Any) -> Any:
+    def piece_of(distance: int, piece: jax.Array) -> jax.Array:
         gathered.append((pieces.rows(x, -distance), piece))
         return static.product(piece, w, transpose_b=True).astype(x.dtype)
 
@@ -137,15 +142,17 @@ def _scattered_backward(static: Static, saved: PyTree, dz: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gathered_gated(static: Static, x: AnyArray, gate: Any, up: Any) -> Any:
+def gathered_gated(static: Static, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
     """`act(gathered(x) @ gate) * (gathered(x) @ up)`, from this device's rows of x."""
     options = {"config": static.config, "implementation": static.implementation, "precision": static.precision}
     run = functools.partial(gated_linear_unit, weights=(gate, up), activation=static.activation, **options)
     return static.pieces.joined((distance, run(piece)) for distance, piece in static.pieces.gathered(x))
 
 
-def _gated_forward(static: Static, x: AnyArray, gate: Any, up: Any) -> tuple[Any, Any]:
-    def piece_of(x: AnyArray) -> tuple[Any, Any]:
+def _gated_forward(
+    static: Static, x: jax.Array, gate: jax.Array, up: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+    def piece_of(x: jax.Array) -> tuple[Any, Any]:
         arrays = GatedOperands(x, gate, up, None)
         spec = describe(array_specs(arrays), static.activation, static.precision)
         outputs, residuals = GATED.with_residuals(
@@ -159,12 +166,12 @@ def _gated_forward(static: Static, x: AnyArray, gate: Any, up: Any) -> tuple[Any
     return h, (x, gate, up, residuals)
 
 
-def _gated_backward(static: Static, saved: PyTree, dh: Any) -> Any:
+def _gated_backward(static: Static, saved: PyTree, dh: jax.Array) -> tuple[jax.Array | None, ...]:
     return _gated_gradients(static, saved, dh)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_gradients(static: Static, saved: PyTree, dh: Any) -> Any:
+def _gated_gradients(static: Static, saved: PyTree, dh: jax.Array) -> tuple[jax.Array | None, ...]:
     x, gate, up, residuals = saved
     weights = [gate, up]
     arrays = GatedOperands(x, gate, up, None)

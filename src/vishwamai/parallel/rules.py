@@ -158,7 +158,7 @@ def shardings(tree: Any, mesh: Mesh, rules: LogicalRules, axes: Mapping[str, Nam
     """
     declared = getattr(tree, "logical_axes", None) if axes is None else axes
 
-    def of(path: Any, leaf: Any) -> NamedSharding:
+    def of(path: jax.tree_util.KeyPath, leaf: jax.Array) -> NamedSharding:
         where = path_text(path)
         _check_leaf(where, leaf)
         shape = np.shape(leaf)
@@ -218,7 +218,7 @@ def _names(path: str, axes: Mapping[str, Names]) -> Names | None:
     return next((axes[end] for end in ends if end in axes), None)
 
 
-def _axes_of(name: Any, value: Any) -> tuple[str, ...]:
+def _axes_of(name: object, value: Any) -> tuple[str, ...]:
     axes = () if value is None else (value,) if isinstance(value, str) else value
     fits = isinstance(axes, (tuple, list)) and all(isinstance(axis, str) and axis for axis in axes)
     if not isinstance(name, str) or not name or not fits:
@@ -231,7 +231,7 @@ def _axes_of(name: Any, value: Any) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def _is_name(name: Any) -> bool:
+def _is_name(name: object) -> bool:
     return name is None or isinstance(name, str)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from vishwamai.rewrite.attention_call import FoundAttention, as_match
 from vishwamai.rewrite.graph import LAYOUT, Graph, Labels, labels_after, labels_before, lossless, operand_labels
 from vishwamai.rewrite.masks import HIDES, mask_of, mask_of_bias
 from vishwamai.rewrite.match import Match, Near, NoMatch
-from vishwamai.rewrite.names import JaxprEqn, Var
+from vishwamai.rewrite.names import Atom, JaxprEqn, Var
 from vishwamai.rewrite.softmax import Softmax, softmax_at
 
 
@@ -149,7 +150,7 @@ def _main(graph: Graph, eqn: JaxprEqn) -> int:
     return next((i for i in candidates if _is_product(graph, eqn.invars[i])), candidates[0] if candidates else 0)
 
 
-def _is_product(graph: Graph, atom: Any) -> bool:
+def _is_product(graph: Graph, atom: Atom) -> bool:
     atoms = [atom]
     for _ in range(32):
         if not atoms:
@@ -211,7 +212,7 @@ def _attention(graph: Graph, softmax: Softmax, product: JaxprEqn, labels: Labels
     )
 
 
-def _sides(product: JaxprEqn, labels: Labels) -> tuple[dict[int, Any], dict[int, Any], set[Any], Labels]:
+def _sides(product: JaxprEqn, labels: Labels) -> tuple[dict[int, Any], dict[int, Any], set[Hashable], Labels]:
     """The labels of the free axes of both operands by place, those of the shared axes, and new ones of the summed."""
     (sum_l, sum_r), (batch_l, batch_r) = product.params["dimension_numbers"]
     ranks = [len(a.aval.shape) for a in product.invars]
@@ -238,7 +239,7 @@ def _values(product: JaxprEqn, place: int, weights: Labels) -> tuple[Labels, Lab
     """The labels of the values and of the result, and the labels that the product with the values sums over."""
     sums, batches = product.params["dimension_numbers"]
     rank = len(product.invars[1 - place].aval.shape)
-    labels: list[Any] = [object() for _ in range(rank)]
+    labels: list[Hashable] = [object() for _ in range(rank)]
     for mine, theirs in ((sums[place], sums[1 - place]), (batches[place], batches[1 - place])):
         for a, b in zip(mine, theirs):
             labels[b] = weights[a]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +17,13 @@ from vishwamai.ops.attention.api import flash_attention
 from vishwamai.rewrite.graph import Graph, Labels, lossless
 from vishwamai.rewrite.masks import Mask, band, every_row_sees, narrower, options, ordered
 from vishwamai.rewrite.match import Match, NoMatch
-from vishwamai.rewrite.names import JaxprEqn, Var
+from vishwamai.rewrite.names import Atom, JaxprEqn, Var
 
-Operand = tuple[Any, Labels]
+if TYPE_CHECKING:
+    import jax
+
+
+Operand = tuple[Atom, Labels]
 
 
 @dataclasses.dataclass
@@ -100,7 +105,7 @@ def as_match(graph: Graph, attention: FoundAttention) -> Match:
     out_aval = attention.last.outvars[0].aval
     out_sizes = [sizes.get(label, 1) for label in attention.out]
 
-    def call(query: AnyArray, key: Any, value: Any, *others: Any) -> Any:
+    def call(query: jax.Array, key: jax.Array, value: jax.Array, *others: jax.Array) -> Any:
         q = _laid(query, layouts[0], (axes.batch, (*axes.heads, *axes.groups), axes.row, axes.contracted), sizes, dtype)
         k = _laid(key, layouts[1], (axes.batch, axes.heads, axes.keys, axes.contracted), sizes, dtype)
         v = _laid(value, layouts[2], (axes.batch, axes.heads, axes.keys, axes.features), sizes, dtype)
@@ -137,7 +142,7 @@ def _operands(attention: FoundAttention) -> tuple[Operand, Operand, Operand]:
     return attention.query, attention.key, attention.value
 
 
-def _axes(attention: FoundAttention, sizes: dict[Any, int]) -> _Axes:
+def _axes(attention: FoundAttention, sizes: dict[Hashable, int]) -> _Axes:
     """Which labels are the operation's batch, heads, groups of heads and rows."""
     value = [label for label in attention.value[1] if label in sizes]
     shared = [label for label in attention.shared if label in sizes]
@@ -211,7 +216,7 @@ def _static(
     return limits, left
 
 
-def _laid(x: AnyArray, labels: Labels, parts: tuple[Labels, ...], sizes: dict[Any, int], dtype: Any) -> Any:
+def _laid(x: AnyArray, labels: Labels, parts: tuple[Labels, ...], sizes: dict[Hashable, int], dtype: np.dtype) -> Any:
     """`x` with its axes joined to these four, repeated along the ones it lacks."""
     order = tuple(label for part in parts for label in part)
     x = ordered(x, labels, order, jnp.transpose).astype(dtype)
@@ -219,7 +224,7 @@ def _laid(x: AnyArray, labels: Labels, parts: tuple[Labels, ...], sizes: dict[An
     return x.reshape([math.prod(sizes[label] for label in part) for part in parts])
 
 
-def _broadcast(x: AnyArray, labels: Labels, axes: _Axes, sizes: dict[Any, int]) -> Any:
+def _broadcast(x: AnyArray, labels: Labels, axes: _Axes, sizes: dict[Hashable, int]) -> Any:
     """A mask or bias `[batch or 1, heads or 1, rows or 1, keys or 1]`."""
     parts = (axes.batch, (*axes.heads, *axes.groups), axes.row, axes.keys)
     x = ordered(x, labels, axes.scores, jnp.transpose)
@@ -256,8 +261,8 @@ def _with_dead_rows(
 def _words(
     attention: FoundAttention,
     axes: _Axes,
-    sizes: dict[Any, int],
-    dtype: Any,
+    sizes: dict[Hashable, int],
+    dtype: np.dtype,
     static: dict[str, Any],
     biases: int,
     masks: list[Mask],

@@ -7,7 +7,7 @@ each of its axes, so that two ways of writing one layout compare equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from vishwamai.rewrite.names import JaxprEqn, Literal, Var
+from vishwamai.rewrite.names import Atom, JaxprEqn, Literal, Var
 
-Labels = tuple[Any, ...]
+Labels = tuple[Hashable, ...]
 JIT = ("jit", "pjit")
 LAYOUT = frozenset(("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"))
 _COMPUTED = LAYOUT | frozenset(
@@ -48,13 +48,13 @@ class Graph:
                 self.readers.setdefault(v, []).append(eqn)
         values = zip(jaxpr.constvars, program.consts)
         self._constants = {v: c for v, c in values if not isinstance(c, jax.core.Tracer)}
-        self._values: dict[Var, Any] = {}
+        self._values: dict[Var, np.ndarray | None] = {}
         self._is_known = set(self._constants)
         for eqn in self.eqns:
             if _is_plain(eqn) and all(isinstance(a, Literal) or a in self._is_known for a in eqn.invars):
                 self._is_known.update(eqn.outvars)
 
-    def constant(self, atom: Any) -> np.ndarray | None:
+    def constant(self, atom: Atom) -> np.ndarray | None:
         """The value of a constant of the program, computed; None for what depends on its arguments."""
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
@@ -64,7 +64,7 @@ class Graph:
             self._values[atom] = self._computed(atom)
         return self._values[atom]
 
-    def number(self, atom: Any) -> float | None:
+    def number(self, atom: Atom) -> float | None:
         """The value of a constant of which all elements are one number."""
         atom = self.peel(atom, _places(atom))[0]
         value = self.constant(atom)
@@ -83,7 +83,7 @@ class Graph:
         with jax.ensure_compile_time_eval():
             return np.asarray(jax.core.eval_jaxpr(jaxpr, [self._constants[v] for v in constants])[0])
 
-    def peel(self, atom: Any, labels: Labels, casts: bool = False, also: Sequence[str] = ()) -> tuple[Any, Labels]:
+    def peel(self, atom: Atom, labels: Labels, casts: bool = False, also: Sequence[str] = ()) -> tuple[Atom, Labels]:
         """The value before its layout was changed, with its axes' labels; with `casts`, before its dtype was, too."""
         skipped = (*(("convert_element_type",) if casts else ()), *also)
         while isinstance(atom, Var) and atom in self.producer:
@@ -99,7 +99,7 @@ class Graph:
             atom = eqn.invars[0]
         return atom, labels
 
-    def widened(self, atom: Any) -> Any:
+    def widened(self, atom: Atom) -> Atom:
         """The value before casts that lose nothing."""
         while isinstance(atom, Var) and atom in self.producer:
             eqn = self.producer[atom]
@@ -108,7 +108,7 @@ class Graph:
             atom = eqn.invars[0]
         return atom
 
-    def name(self, atom: Any) -> str | None:
+    def name(self, atom: Atom) -> str | None:
         """The primitive that computes a value."""
         return self.producer[atom].primitive.name if isinstance(atom, Var) and atom in self.producer else None
 
@@ -136,7 +136,7 @@ class Graph:
         return False
 
 
-def _places(atom: Any) -> Labels:
+def _places(atom: Atom) -> Labels:
     return tuple(range(len(atom.aval.shape)))
 
 
@@ -149,7 +149,7 @@ def _is_plain(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _COMPUTED
 
 
-def lossless(narrow: Any, wide: Any) -> bool:
+def lossless(narrow: object, wide: object) -> bool:
     """Whether every value of one dtype is a value of the other.
 
     >>> lossless(jnp.bfloat16, jnp.float32), lossless(jnp.float16, jnp.bfloat16), lossless(jnp.int8, jnp.bfloat16)
@@ -201,7 +201,7 @@ def labels_after(eqn: JaxprEqn, labels: Labels) -> Labels | None:
     if eqn.primitive.name == "transpose":
         return tuple(labels[origin] for origin in eqn.params["permutation"])
     if eqn.primitive.name == "broadcast_in_dim":
-        after: list[Any] = [Fresh() for _ in shape]
+        after: list[Hashable] = [Fresh() for _ in shape]
         for i, place in enumerate(eqn.params["broadcast_dimensions"]):
             if operand[i] != shape[place]:
                 return None
@@ -219,7 +219,7 @@ def _reshaped(shape: Sequence[int], labels: Labels, to: Sequence[int]) -> Labels
     return tuple(Fresh() if n == 1 else next(left)[1] for n in to)
 
 
-def operand_labels(operand: Any, shape: Sequence[int], labels: Labels) -> Labels:
+def operand_labels(operand: Atom, shape: Sequence[int], labels: Labels) -> Labels:
     """The labels of an operand of an elementwise equation with this result, along which it may have size 1."""
     operand_shape = operand.aval.shape
     if len(operand_shape) != len(shape):

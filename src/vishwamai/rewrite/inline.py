@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, gensym
 
 from vishwamai.rewrite.graph import JIT
-from vishwamai.rewrite.names import JaxprEqn, Var
+from vishwamai.rewrite.names import Atom, JaxprEqn, Var
 
 _SMALL = 32
 """Equations of the largest helper that is written out."""
@@ -22,8 +22,8 @@ def inlined(program: ClosedJaxpr, keep: set[int]) -> ClosedJaxpr:
     eqns: list[JaxprEqn] = []
     constants = list(zip(jaxpr.constvars, program.consts))
 
-    def write(inner: Jaxpr, names: dict[Var, Any], top: bool) -> None:
-        def named(atom: Any) -> Any:
+    def write(inner: Jaxpr, names: dict[Var, Atom], top: bool) -> None:
+        def named(atom: Atom) -> Any:
             return names.get(atom, atom) if isinstance(atom, Var) else atom
 
         for eqn in inner.eqns:
@@ -42,7 +42,7 @@ def inlined(program: ClosedJaxpr, keep: set[int]) -> ClosedJaxpr:
             outs = [renaming.get(v, v) if isinstance(v, Var) else v for v in body.jaxpr.outvars]
             names.update(zip(eqn.outvars, outs))
 
-    names: dict[Var, Any] = {}
+    names: dict[Var, Atom] = {}
     write(jaxpr, names, top=True)
     outvars = [names.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
     flat = jaxpr.replace(eqns=eqns, outvars=outvars, constvars=[v for v, _ in constants])

@@ -11,6 +11,7 @@ import numpy as np
 from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.rewrite.graph import Graph, Labels
 from vishwamai.rewrite.match import NoMatch
+from vishwamai.rewrite.names import Atom
 
 HIDES = -3e4
 """A logit of this or less hides its position: after the row's maximum is subtracted, its exponential is zero."""
@@ -26,14 +27,14 @@ class Mask:
       fill: the logit of hidden positions. value: the positions that are seen, if the array is a constant.
     """
 
-    atom: Any
+    atom: Atom
     labels: Labels
     visible: bool
     fill: float
     value: np.ndarray | None
 
 
-def mask_of(graph: Graph, atom: Any, labels: Labels, visible: bool, fill: float) -> Mask:
+def mask_of(graph: Graph, atom: Atom, labels: Labels, visible: bool, fill: float) -> Mask:
     """The mask of a `select_n` by `atom`, before it was broadcast."""
     atom, labels = graph.peel(atom, labels)
     while graph.name(atom) == "not":
@@ -43,7 +44,7 @@ def mask_of(graph: Graph, atom: Any, labels: Labels, visible: bool, fill: float)
     return Mask(atom, labels, visible, fill, None if value is None else value.astype(bool) == visible)
 
 
-def mask_of_bias(graph: Graph, atom: Any, labels: Labels, factor: float) -> Mask | None:
+def mask_of_bias(graph: Graph, atom: Atom, labels: Labels, factor: float) -> Mask | None:
     """The mask that a constant bias is whose elements are 0 or hide their position; None for any other bias."""
     atom, labels = graph.peel(atom, labels, casts=True)
     value = graph.constant(atom)

@@ -7,10 +7,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    Atom = Any
     JaxprEqn = Any
     Literal = Any
     Var = Any
 else:
     from jax.extend.core import JaxprEqn, Literal, Var
 
-__all__ = ["JaxprEqn", "Literal", "Var"]
+    Atom = Var | Literal
+
+__all__ = ["Atom", "JaxprEqn", "Literal", "Var"]

@@ -7,6 +7,7 @@ squares or of a variance over the last axis; forward, it multiplies what that is
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,10 +17,10 @@ from vishwamai.core.types import AnyArray
 from vishwamai.ops.norm.api import layer_norm, rms_norm
 from vishwamai.rewrite.graph import LAYOUT, Fresh, Graph, Labels, labels_after, lossless, operand_labels, same
 from vishwamai.rewrite.match import Match, Near, NoMatch
-from vishwamai.rewrite.names import JaxprEqn, Var
+from vishwamai.rewrite.names import Atom, JaxprEqn, Var
 
 _FEATURES = "features"
-Operand = tuple[Any, Labels]
+Operand = tuple[Atom, Labels]
 
 
 def find(graph: Graph) -> list[Match | Near]:
@@ -71,7 +72,7 @@ def _match_at(graph: Graph, root: JaxprEqn) -> Match | Near | None:
         return Near(statistic.operation, root, str(no))
 
 
-def _clean(graph: Graph, atom: Any, labels: Labels) -> Operand:
+def _clean(graph: Graph, atom: Atom, labels: Labels) -> Operand:
     """The value without casts, without a choice that a constant decides, and without a maximum with 0."""
     while True:
         atom, labels = graph.peel(atom, labels, casts=True)
@@ -90,7 +91,7 @@ def _clean(graph: Graph, atom: Any, labels: Labels) -> Operand:
         atom = left[0]
 
 
-def _statistic(graph: Graph, atom: Any, labels: Labels) -> _Statistic | None:
+def _statistic(graph: Graph, atom: Atom, labels: Labels) -> _Statistic | None:
     atom, labels = _clean(graph, atom, labels)
     mean = _mean(graph, atom, labels, squares=True)
     if mean is not None:
@@ -125,7 +126,7 @@ def _of_squares(graph: Graph, x: AnyArray, labels: Labels) -> _Statistic:
     return _Statistic("rms_norm", x, labels)
 
 
-def _source(graph: Graph, atom: Any, labels: Labels) -> Operand:
+def _source(graph: Graph, atom: Atom, labels: Labels) -> Operand:
     """The array before casts that lose nothing and before 0 was subtracted."""
     while True:
         atom = graph.widened(atom)
@@ -137,7 +138,7 @@ def _source(graph: Graph, atom: Any, labels: Labels) -> Operand:
         atom = main
 
 
-def _mean(graph: Graph, atom: Any, labels: Labels, squares: bool = False) -> Operand | None:
+def _mean(graph: Graph, atom: Atom, labels: Labels, squares: bool = False) -> Operand | None:
     """What a mean over the last axis is of; with `squares`, what a mean of squares is of."""
     eqn = graph.producer.get(atom) if isinstance(atom, Var) else None
     if eqn is None or eqn.primitive.name not in ("div", "mul"):
@@ -174,7 +175,7 @@ def _mean(graph: Graph, atom: Any, labels: Labels, squares: bool = False) -> Ope
     return inner, marks
 
 
-def _square(graph: Graph, atom: Any, labels: Labels) -> Operand | None:
+def _square(graph: Graph, atom: Atom, labels: Labels) -> Operand | None:
     atom, labels = graph.peel(atom, labels, casts=True)
     eqn = graph.producer.get(atom) if isinstance(atom, Var) else None
     if eqn is None:
@@ -197,7 +198,7 @@ class _Product:
         self.offset: Operand | None = None
         self.last: JaxprEqn | None = None  # of a result that is the normalised array
 
-    def is_numerator(self, atom: Any) -> bool:
+    def is_numerator(self, atom: Atom) -> bool:
         """Whether this is x ("rms_norm") or x less its mean."""
         graph, s = self.graph, self.statistic
         source, _ = _source(graph, atom, s.labels)
@@ -215,7 +216,7 @@ class _Product:
         of, of_labels = _source(graph, *mean)
         return of is s.x and _source(graph, main, s.labels)[0] is s.x and same(of.aval.shape, of_labels, s.labels)
 
-    def parameter(self, atom: Any) -> Operand | None:
+    def parameter(self, atom: Atom) -> Operand | None:
         """A scale or offset: an array with a value for each feature."""
         labels = operand_labels(atom, self.statistic.x.aval.shape, self.statistic.labels)
         atom, labels = self.graph.peel(atom, labels)
@@ -304,7 +305,7 @@ def _repeated(eqn: JaxprEqn, labels: Labels) -> Labels | None:
     """The labels after a broadcast that repeats axes of size 1."""
     if eqn.primitive.name != "broadcast_in_dim":
         return None
-    after: list[Any] = [Fresh() for _ in eqn.outvars[0].aval.shape]
+    after: list[Hashable] = [Fresh() for _ in eqn.outvars[0].aval.shape]
     for i, place in enumerate(eqn.params["broadcast_dimensions"]):
         if eqn.invars[0].aval.shape[i] != 1:
             after[place] = labels[i]

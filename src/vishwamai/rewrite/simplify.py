@@ -14,7 +14,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr
 
 from vishwamai.rewrite.graph import lossless
-from vishwamai.rewrite.names import JaxprEqn, Literal, Var
+from vishwamai.rewrite.names import Atom, JaxprEqn, Literal, Var
 
 Counts = collections.Counter[str]
 _NEVER_SHARED = frozenset(
@@ -53,9 +53,9 @@ def _has_effect(eqn: JaxprEqn) -> bool:
 def _shared(program: ClosedJaxpr, counts: Counts) -> ClosedJaxpr:
     jaxpr = program.jaxpr
     given_away = donated(jaxpr)
-    instead: dict[Var, Any] = {}
+    instead: dict[Var, Atom] = {}
     first: dict[Any, JaxprEqn] = {}
-    widened: dict[Var, Any] = {}  # what a lossless cast was made of
+    widened: dict[Var, Atom] = {}  # what a lossless cast was made of
     unique = []
     for eqn in jaxpr.eqns:
         invars = [instead.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
@@ -95,7 +95,7 @@ def donated(jaxpr: Jaxpr) -> set[Var]:
     return variables
 
 
-def _may_stand_for(atom: Any, var: Var, given_away: set[Var]) -> bool:
+def _may_stand_for(atom: Atom, var: Var, given_away: set[Var]) -> bool:
     if isinstance(atom, Literal) or isinstance(atom, DropVar) or atom in given_away or var in given_away:
         return False
     return isinstance(var.aval, ShapedArray) and atom.aval == var.aval
@@ -126,7 +126,7 @@ def _of_literal(literal: Literal) -> Any:
     return str(literal.aval), value.dtype, value.shape, value.tobytes()
 
 
-def _of_value(value: Any) -> Any:
+def _of_value(value: object) -> Any:
     """A parameter for comparison: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_of_value, value))

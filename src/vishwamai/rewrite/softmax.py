@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Hashable
 
 from vishwamai.rewrite.graph import Graph, Labels, operand_labels
-from vishwamai.rewrite.names import JaxprEqn, Var
+from vishwamai.rewrite.names import Atom, JaxprEqn, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Softmax:
 
     region: frozenset[JaxprEqn]
     labels: Labels
-    over: frozenset[Any]
-    argument: Any
+    over: frozenset[Hashable]
+    argument: Atom
     argument_labels: Labels
 
 
@@ -62,7 +62,7 @@ def softmax_at(graph: Graph, division: JaxprEqn) -> Softmax | None:
     return Softmax(frozenset(region), labels, over, argument, argument_labels)
 
 
-def _between(graph: Graph, atom: Any, stop: object) -> set[JaxprEqn]:
+def _between(graph: Graph, atom: Atom, stop: object) -> set[JaxprEqn]:
     """The equations that were peeled off `atom` to get to `stop`."""
     equations = set()
     while atom is not stop:
@@ -83,8 +83,8 @@ def _maximum(graph: Graph, sub: JaxprEqn, labels: Labels) -> tuple[Var | None, L
 
 
 def _reduced(
-    graph: Graph, result: object, result_labels: Labels, base: Any, base_labels: Labels
-) -> frozenset[Any] | None:
+    graph: Graph, result: object, result_labels: Labels, base: Atom, base_labels: Labels
+) -> frozenset[Hashable] | None:
     """The labels of `base` that a reduction runs over, if it reduces `base` and every other axis keeps its place."""
     eqn = graph.producer[result]
     axes = {int(a) for a in eqn.params["axes"]}

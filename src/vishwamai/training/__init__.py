@@ -1,9 +1,10 @@
 """Trains decoders: one loop (`run`) over a program that a configuration describes (`program`); see docs/training.md.
 
-In reading order: `config` (every key), `program` (shapes, shardings, the step), `step` (one update), `job` (the program
-filled with arrays), `run` (the loop). `checks`, `compute_dtype` and `slices` resolve and check a configuration.
-`data`, `tokens`, `packing` and `chat` make batches of documents. `optimizers` has the update rules, `sharding` the
-placement of arrays, `gather` the gathers of parameters, `pipeline` the stages, `checkpoints` and `records` the files.
+In reading order: `config` (every key), `program` (shapes, shardings, the step), `losses` (of a batch), `step` (one
+update), `job` (the program filled with arrays), `run` (the loop). `checks`, `compute_dtype` and `slices` resolve and
+check a configuration. `data`, `tokens`, `packing` and `chat` make batches of documents. `optimizers` has the update
+rules, `sharding` the placement of arrays, `gather` the gathers of parameters, `pipeline` the stages, `checkpoints` and
+`records` the files.
 """
 
 from __future__ import annotations

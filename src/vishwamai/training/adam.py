@@ -6,7 +6,7 @@ the old moments, so XLA on the CPU copies every moment before it overwrites it. 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,20 @@ import optax
 
 from vishwamai.core.types import AnyArray, PyTree
 
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 class Moments(NamedTuple):
     """State of `scale_by_adam`: steps taken, and the two moments. A step that is not good leaves it as it is."""
 
-    count: Any
+    count: jax.Array
     mu: PyTree
     nu: PyTree
 
 
 def scale_by_adam(
-    b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8, mu_dtype: Any = None
+    b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8, mu_dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """As `optax.scale_by_adam`; `update` takes `good`, and where it is false, gives zeros and the state as it was.
 
@@ -48,14 +51,14 @@ def scale_by_adam(
         return Moments(jnp.zeros((), jnp.int32), mu, jax.tree.map(jnp.zeros_like, params))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, *, good: Any = True, **_: object
+        updates: PyTree, state: Any, params: PyTree = None, *, good: bool | jax.Array = True, **_: object
     ) -> tuple[PyTree, Moments]:
         del params
         good = jnp.asarray(good)
         count = optax.safe_increment(state.count)
         first, second = bias(b1, b2, count)
 
-        def moments_of(g: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
+        def moments_of(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             # Where `mu` is bfloat16, optax rounds `b1` and the product to it: 0.9 becomes 0.8984.
             new_mu = (1 - b1) * g + b1 * mu.astype(g.dtype)
             new_nu = (1 - b2) * jnp.square(g) + b2 * nu
@@ -79,7 +82,9 @@ def bias(b1: float, b2: float, count: AnyArray) -> tuple[AnyArray, AnyArray]:
     return 1 - jnp.asarray(b1, jnp.float32) ** count, 1 - jnp.asarray(b2, jnp.float32) ** count
 
 
-def _direction(good: Any, mu: Any, nu: Any, first: Any, second: Any, eps: float) -> Any:
+def _direction(
+    good: jax.Array, mu: jax.Array, nu: jax.Array, first: jax.Array, second: jax.Array, eps: float
+) -> jax.Array:
     """The moments without their bias, one by the root of the other.
 
     XLA on the CPU would compute the moments once more in the loop that reads them, from the old ones, and keep a copy
@@ -92,7 +97,7 @@ def _direction(good: Any, mu: Any, nu: Any, first: Any, second: Any, eps: float)
     return jnp.where(good, direction, jnp.zeros_like(direction))
 
 
-def kept_where(good: AnyArray, new: PyTree, old: PyTree) -> PyTree:
+def kept_where(good: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """What a step leaves: `new` where it is good, else `old`. `Moments` are guarded by their own rule and are taken
     as they are.
     """

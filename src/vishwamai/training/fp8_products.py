@@ -12,14 +12,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import vishwamai
-from vishwamai.core.types import AnyArray, PyTree
+from vishwamai.core.qtensor import QTensor
+from vishwamai.core.types import PyTree
 from vishwamai.core.weight import WrappedWeight
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 Scaling = Literal["delayed", "current", "block"]
 
@@ -56,14 +61,14 @@ class FP8Weight(WrappedWeight):
       recipe: rounding of the operands.
     """
 
-    scales: dict[str, Any]
+    scales: dict[str, jax.Array]
     recipe: Recipe
 
-    def product(self, x: Any, out_dtype: Any) -> Any:
+    def product(self, x: jax.Array, out_dtype: DTypeLike | None) -> jax.Array:
         form = _Form(self.recipe, x.dtype, self.weight.dtype, jnp.dtype(out_dtype))
         return _product(form, x, self.weight, self.scales)
 
-    def grouped(self, x: Any, group_sizes: AnyArray) -> Any:
+    def grouped(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         form = _Form(self.recipe, x.dtype, self.weight.dtype, x.dtype)
         return _grouped(form, x, self.weight, self.scales, group_sizes)
 
@@ -72,12 +77,12 @@ class _Form(NamedTuple):
     """What of a product is known when it is traced."""
 
     recipe: Recipe
-    input: Any
-    weight: Any
-    out: Any
+    input: jnp.dtype
+    weight: jnp.dtype
+    out: jnp.dtype
 
 
-def scale_of(largest: Any, form: Any, margin: float) -> Any:
+def scale_of(largest: jax.Array, form: DTypeLike, margin: float) -> jax.Array:
     """What values of the format are multiplied by; 1 where all are 0."""
     scale = largest * ((1 + margin) / float(jnp.finfo(form).max))
     return jnp.where(scale > 0, scale, 1.0).astype(jnp.float32)
@@ -86,12 +91,12 @@ def scale_of(largest: Any, form: Any, margin: float) -> Any:
 class _Narrow(NamedTuple):
     """Values in 8 bits, their scale, and the largest magnitude of what they stand for."""
 
-    values: Any
-    scale: Any
-    largest: Any
+    values: jax.Array
+    scale: jax.Array
+    largest: jax.Array
 
 
-def _narrow(recipe: Recipe, x: jax.Array, scale: Any, form: Any) -> _Narrow:
+def _narrow(recipe: Recipe, x: jax.Array, scale: jax.Array | None, form: DTypeLike) -> _Narrow:
     """Rounds an array to 8 bits; what is beyond the format's largest number becomes it, and NaN stays NaN."""
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), initial=0.0)
@@ -103,21 +108,23 @@ def _narrow(recipe: Recipe, x: jax.Array, scale: Any, form: Any) -> _Narrow:
     return _Narrow(jnp.clip(wide / used, -limit, limit).astype(form), used, largest)
 
 
-def _blocks(x: Any, axis: int) -> Any:
+def _blocks(x: jax.Array, axis: int) -> QTensor:
     """A `QTensor` of e4m3 with a scale for every 128 numbers along `axis`."""
     return vishwamai.quantize(x, "fp8_e4m3", axis=axis, block_size=BLOCK)
 
 
-def _flat(x: jax.Array) -> Any:
+def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(form: _Form, x: jax.Array, weight: Any, scales: Mapping[str, object]) -> Any:
+def _product(form: _Form, x: jax.Array, weight: jax.Array, scales: Mapping[str, jax.Array]) -> jax.Array:
     return _product_forward(form, x, weight, scales)[0]
 
 
-def _product_forward(form: _Form, x: jax.Array, weight: Any, scales: Mapping[str, object]) -> tuple[Any, Any]:
+def _product_forward(
+    form: _Form, x: jax.Array, weight: jax.Array, scales: Mapping[str, jax.Array]
+) -> tuple[jax.Array, PyTree]:
     if form.recipe.scaling == "block":
         return vishwamai.gemm(_blocks(x, -1), _blocks(weight, -2), out_dtype=form.out), (x, weight)
     a = _narrow(form.recipe, x, scales.get("input"), E4M3)
@@ -126,7 +133,7 @@ def _product_forward(form: _Form, x: jax.Array, weight: Any, scales: Mapping[str
     return out, (a, b, scales.get("gradient"))
 
 
-def _product_backward(form: _Form, saved: PyTree, g: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
+def _product_backward(form: _Form, saved: PyTree, g: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     if form.recipe.scaling == "block":
         x, weight = saved
         dx = vishwamai.gemm(_blocks(g, -1), _blocks(weight, -1), transpose_b=True, out_dtype=form.input)
@@ -142,7 +149,7 @@ def _product_backward(form: _Form, saved: PyTree, g: jax.Array) -> tuple[Any, An
     return dx, dw, _magnitudes(form, a, b, c)
 
 
-def _magnitudes(form: _Form, a: _Narrow, b: _Narrow, c: _Narrow) -> dict[str, Any]:
+def _magnitudes(form: _Form, a: _Narrow, b: _Narrow, c: _Narrow) -> dict[str, jax.Array]:
     """The gradients of the scales: the largest magnitudes."""
     return dict(zip(TENSORS, (a.largest, b.largest, c.largest))) if form.recipe.scaling == "delayed" else {}
 
@@ -151,11 +158,11 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(form: _Form, x: Any, weight: Any, scales: dict[str, Any], sizes: Any) -> Any:
+def _grouped(form: _Form, x: jax.Array, weight: jax.Array, scales: dict[str, jax.Array], sizes: jax.Array) -> jax.Array:
     return _grouped_forward(form, x, weight, scales, sizes)[0]
 
 
-def _rounded(recipe: Recipe, x: Any, scale: Any, kind: Any, axis: int) -> _Narrow:
+def _rounded(recipe: Recipe, x: jax.Array, scale: jax.Array | None, kind: DTypeLike, axis: int) -> _Narrow:
     """Values of 8 bits as bfloat16, which holds them exactly; with scales for blocks, rounded with their scale."""
     if recipe.scaling == "block":
         return _Narrow(_blocks(x, axis).dequantize(jnp.bfloat16), jnp.float32(1.0), jnp.float32(0.0))
@@ -164,8 +171,8 @@ def _rounded(recipe: Recipe, x: Any, scale: Any, kind: Any, axis: int) -> _Narro
 
 
 def _grouped_forward(
-    form: _Form, x: jax.Array, weight: Any, scales: Mapping[str, object], sizes: Any
-) -> tuple[Any, Any]:
+    form: _Form, x: jax.Array, weight: jax.Array, scales: Mapping[str, jax.Array], sizes: jax.Array
+) -> tuple[jax.Array, PyTree]:
     a = _rounded(form.recipe, x, scales.get("input"), E4M3, -1)
     b = _rounded(form.recipe, weight, scales.get("weight"), E4M3, -2)
     out = vishwamai.grouped_gemm(a.values, b.values, sizes, out_dtype=jnp.float32) * (a.scale * b.scale)
@@ -178,7 +185,9 @@ def _stored(narrow: _Narrow) -> _Narrow:
     return narrow._replace(values=narrow.values.astype(E4M3))
 
 
-def _grouped_backward(form: _Form, saved: PyTree, g: jax.Array) -> tuple[Any, Any, dict[str, Any], None]:
+def _grouped_backward(
+    form: _Form, saved: PyTree, g: jax.Array
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], None]:
     a, b, scale, sizes = saved
     block = form.recipe.scaling == "block"
     c = _rounded(form.recipe, g, scale, E5M2, -1)
@@ -200,7 +209,7 @@ def _grouped_backward(form: _Form, saved: PyTree, g: jax.Array) -> tuple[Any, An
     return dx.astype(form.input), dw.astype(form.weight), magnitudes, None
 
 
-def _pull(operands: tuple[object, object], sizes: Any, cotangent: jax.Array) -> tuple[Any, Any]:
+def _pull(operands: tuple[object, object], sizes: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, PyTree]:
     """The gradients of a grouped product by its two operands; the one that is not used is not computed."""
     return jax.vjp(lambda lhs, rhs: vishwamai.grouped_gemm(lhs, rhs, sizes), *operands)[1](cotangent)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 
-def gathered(x: Any, axis: int, over: str) -> Any:
+def gathered(x: PyTree, axis: int, over: str) -> PyTree:
     """Inside `shard_map`: a whole array or `QTensor` from the parts along an axis, counted from the end.
 
     Args:
@@ -58,7 +58,7 @@ def gathered(x: Any, axis: int, over: str) -> Any:
     return dataclasses.replace(x, values=values, scales=scales)
 
 
-def _gathered(x: Any, axis: int, over: str) -> Any:
+def _gathered(x: PyTree, axis: int, over: str) -> PyTree:
     """Numbers of 8 bits or fewer travel as bytes, which every backend's collectives take; two of 4 bits in one where
     the last axis is even.
     """
@@ -84,7 +84,7 @@ def gather_parameters(layout: Layout, arrays: PyTree) -> PyTree:
     if layout.mesh is None:
         return arrays
 
-    def gather(path: jax.tree_util.KeyPath, x: Any) -> Any:
+    def gather(path: jax.tree_util.KeyPath, x: PyTree) -> PyTree:
         return gather_parameter(layout, parameter_name(path), x)
 
     return jax.tree_util.tree_map_with_path(gather, arrays, is_leaf=is_quantized)
@@ -98,14 +98,14 @@ def summed(layout: Layout, gradients: PyTree) -> PyTree:
     gradients of layers come out of a loop of their own.
     """
 
-    def settle(path: jax.tree_util.KeyPath, g: Any) -> Any:
+    def settle(path: jax.tree_util.KeyPath, g: PyTree) -> PyTree:
         split = split_axis(layout.axes, parameter_name(path)) is not None
         return jax.lax.optimization_barrier(g) if split and not of_layers(path) else g
 
     return jax.tree_util.tree_map_with_path(settle, gradients)
 
 
-def gather_parameter(layout: Layout, name: str, x: Any) -> Any:
+def gather_parameter(layout: Layout, name: str, x: PyTree) -> PyTree:
     """Inside `over_devices`: a whole parameter, an array or a `QTensor`, by its name; those `in_parts` stay split."""
     axis = gathered_axis(layout, name)
     return x if axis is None else gathered(x, axis, "fsdp")
@@ -132,7 +132,7 @@ def over_devices(
     def local(params: PyTree, batch: PyTree, scalars: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
         grown, sums = compute(params, batch, *scalars, **({} if frozen is None else {"frozen": frozen}))
 
-        def total(path: Any, g: Any) -> Any:
+        def total(path: jax.tree_util.KeyPath, g: PyTree) -> PyTree:
             staged = {PIPELINE} if layout.staged(path) else set()
             if path[0] == jax.tree_util.DictKey(SCALES):
                 return jax.lax.pmax(g, tuple(axis for axis in ALL if axis not in staged))
@@ -201,8 +201,8 @@ class Rounded:
       gradient: array that the gradient is taken of in its place, of its shape, in the dtype of the gradient.
     """
 
-    value: Any
-    gradient: Any
+    value: PyTree
+    gradient: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,16 +215,16 @@ class Rounding:
     """
 
     layout: Layout
-    sums: Any
-    stored: Any
+    sums: DTypeLike
+    stored: DTypeLike
 
     def places(self, params: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         """What gradients are taken of, and a function from that to the parameters of a loss that calls `gather`."""
 
-        def place(path: jax.tree_util.KeyPath, x: Any) -> Any:
+        def place(path: jax.tree_util.KeyPath, x: PyTree) -> PyTree:
             return jnp.zeros(x.shape, self.stored) if self._rounds(parameter_name(path)) else x
 
-        def joined(path: Any, x: Any, of: Any) -> Any:
+        def joined(path: jax.tree_util.KeyPath, x: PyTree, of: PyTree) -> PyTree:
             return Rounded(x, of) if self._rounds(parameter_name(path)) else of
 
         def parameters(of: PyTree) -> PyTree:
@@ -235,7 +235,7 @@ class Rounding:
     def gather(self, arrays: PyTree) -> PyTree:
         """As `gather_parameters`, of parameters some of which are `Rounded`."""
 
-        def gather(path: jax.tree_util.KeyPath, x: Any) -> Any:
+        def gather(path: jax.tree_util.KeyPath, x: PyTree) -> PyTree:
             name = parameter_name(path)
             if not self._rounds(name):
                 return gather_parameter(self.layout, name, x)
@@ -276,7 +276,7 @@ def keeps_narrow(config: TrainConfig, sizes: Mapping[str, int]) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _rounded_whole(x: Any, gradient: AnyArray, axis: int | None, sums: AnyArray, dtype: DTypeLike) -> Any:
+def _rounded_whole(x: PyTree, gradient: AnyArray, axis: int | None, sums: DTypeLike, dtype: DTypeLike) -> PyTree:
     """The parts of `x` in bfloat16, gathered along an axis where it is given.
 
     Args:
@@ -287,11 +287,11 @@ def _rounded_whole(x: Any, gradient: AnyArray, axis: int | None, sums: AnyArray,
     return narrow if axis is None else gathered(narrow, axis, "fsdp")
 
 
-def _forward(x: Any, gradient: Any, axis: int | None, sums: Any, dtype: DTypeLike) -> tuple[Any, None]:
+def _forward(x: PyTree, gradient: PyTree, axis: int | None, sums: DTypeLike, dtype: DTypeLike) -> tuple[PyTree, None]:
     return _rounded_whole(x, gradient, axis, sums, dtype), None
 
 
-def _backward(axis: int | None, sums: Any, dtype: DTypeLike, _: None, g: Any) -> tuple[None, Any]:
+def _backward(axis: int | None, sums: DTypeLike, dtype: DTypeLike, _: None, g: PyTree) -> tuple[None, PyTree]:
     if axis is not None:
         # The transpose of the gather: each device adds up and keeps its own part.
         g = jax.lax.psum_scatter(g.astype(sums), "fsdp", scatter_dimension=axis + g.ndim, tiled=True)
@@ -301,7 +301,7 @@ def _backward(axis: int | None, sums: Any, dtype: DTypeLike, _: None, g: Any) ->
 _rounded_whole.defvjp(_forward, _backward)
 
 
-def to_bfloat16(x: Any) -> Any:
+def to_bfloat16(x: PyTree) -> PyTree:
     """`x.astype(bfloat16)` of float32, by its bits.
 
     XLA takes a conversion out of the loop over layers, and then keeps the parts of all layers in both dtypes: 0.8 GiB

@@ -219,7 +219,7 @@ def make_model(config: TrainConfig, tokenizer: Tokenizer) -> ModelParts:
     return parts
 
 
-def host_memory(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
+def host_memory(config: TrainConfig) -> contextlib.AbstractContextManager[object]:
     """Where arrays are made in the memory of the host, if the model does not have to fit one device."""
     if math.prod(vars(config.mesh).values()) == 1:
         return contextlib.nullcontext()

@@ -26,7 +26,7 @@ SMALLEST = 4096
 class RoundedMoments(NamedTuple):
     """State of `scale_by_adam_8bit`: steps taken, the first moment, and the root of the second, as they are stored."""
 
-    count: Any
+    count: jax.Array
     mu: PyTree
     root: PyTree
 
@@ -76,14 +76,14 @@ def _is_stored(leaf: PyTree) -> bool:
     return isinstance(leaf, QTensor)
 
 
-def _load(stored: Any) -> Any:
+def _load(stored: Any) -> jax.Array:
     if not _is_stored(stored):
         return stored
     root = stored.dequantize()
     return root * jnp.abs(root)
 
 
-def _floor(stored: Any) -> Any:
+def _floor(stored: Any) -> jax.Array:
     """The root of the second moment; one that was rounded to 0 counts as half a step."""
     if not _is_stored(stored):
         return stored
@@ -92,7 +92,7 @@ def _floor(stored: Any) -> Any:
     return jnp.where(seen, jnp.maximum(_load(stored), _load(half)), 0.0)
 
 
-def _store(x: Any, key: Any) -> Any:
+def _store(x: jax.Array, key: jax.Array | None) -> jax.Array | QTensor:
     if x.ndim < 2 or x.size < SMALLEST:
         return x
     root = jnp.sign(x) * jnp.sqrt(jnp.abs(x))

@@ -24,6 +24,7 @@ from vishwamai.training.config import TrainConfig
 from vishwamai.training.gather import by_row, gather_parameter, gather_parameters, over_devices, rounding, summed
 from vishwamai.training.head import head_operands
 from vishwamai.training.lora import ADAPTER_RANKS, attach, initial_adapters, merge_adapters
+from vishwamai.training.losses import Loss, loss_count, model_loss, run_model
 from vishwamai.training.model import ModelParts, model_shapes
 from vishwamai.training.packing import REFERENCE
 from vishwamai.training.pipeline.loss import PipelinedLoss, pipelined, pipelined_logprobs
@@ -32,15 +33,11 @@ from vishwamai.training.preferences import answer_logprobs
 from vishwamai.training.sharding import Layout, batch_spec, make_layout
 from vishwamai.training.slices import on_slice
 from vishwamai.training.step import (
-    Loss,
     Optimizer,
     TrainState,
     accumulated,
     first_loss_scale,
     initial_state,
-    loss_count,
-    model_loss,
-    run_model,
     train_step,
     update_rule,
 )

@@ -247,7 +247,7 @@ def _content(path: Path, most: int) -> bytes:
     return content
 
 
-def _text(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, Any]]:
+def _text(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
     try:
         text = _content(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
@@ -256,7 +256,7 @@ def _text(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tup
     yield 0, text if text.strip() else _Unreadable("empty")
 
 
-def _json(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, Any]]:
+def _json(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
     """The records of an array, numbered from 1; a file that holds an object in each line is read as lines."""
     try:
         records = json.loads(_content(path, most))
@@ -271,7 +271,7 @@ def _json(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tup
     yield from enumerate(records if isinstance(records, list) else [records], 1)
 
 
-def _jsonl(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, Any]]:
+def _jsonl(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
         for number, line in enumerate(bounded.lines(lines, most), 1):
             if line is None:
@@ -286,7 +286,7 @@ def _jsonl(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tu
                 yield number, _Unreadable(f"not JSON: {error}")
 
 
-def _parquet(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, Any]]:
+def _parquet(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
     table = bounded.open_parquet(path, [*columns, tools], most)
     names = _present(columns, tools, table.schema_arrow.names)
     if isinstance(names, _Unreadable):
@@ -295,7 +295,7 @@ def _parquet(path: Path, columns: list[str], tools: str, most: int) -> Iterator[
     yield from enumerate((row for batch in table.iter_batches(columns=names) for row in _rows(batch, most)), 1)
 
 
-def _arrow(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, Any]]:
+def _arrow(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
     count = 0
     for batch in bounded.arrow_batches(path, most):
         names = _present(columns, tools, batch.schema.names)
@@ -347,7 +347,7 @@ def _document(record: object, place: Place, column: str, tools: str) -> Document
         return Bad(*place, f"column {tools!r} holds {error}; pass a list of JSON Schemas, or its JSON text")
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
+def _tools(value: object) -> list[dict[str, Any]] | None:
     """The tools of a row: a list, or its JSON text, which Parquet holds where schemas differ between rows.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,15 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import undifferentiable
 from vishwamai.core.quantized.code_tensor import CodeTensor
 
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+
 TILE_BYTES = 8 << 20  # of dense tiles at a time
 _GRANULE = 128  # columns: lanes of a TPU
 
 
-def tile_columns(weights: Sequence[CodeTensor], dtype: Any) -> int:
+def tile_columns(weights: Sequence[CodeTensor], dtype: DTypeLike) -> int:
     """Columns of a tile, of all `weights` at once: `TILE_BYTES` of them, in multiples of 128."""
     *_, n = shape = weights[0].shape
     column = len(weights) * math.prod(shape[:-1]) * jnp.dtype(dtype).itemsize
@@ -32,9 +36,9 @@ def by_columns(
     function: str,
     product: Callable[..., Any],
     weights: Sequence[CodeTensor],
-    dtype: Any,
-    vectors: Sequence[Any] = (),
-) -> Any:
+    dtype: DTypeLike,
+    vectors: Sequence[jax.Array | None] = (),
+) -> jax.Array:
     """`product(*dense weights, *vectors)`, `[..., N]`, of tiles of columns.
 
     Args:
@@ -57,7 +61,7 @@ def by_columns(
     weights = jax.tree.unflatten(jax.tree.structure(tuple(weights)), guarded[0])
     n, tile = first.shape[-1], tile_columns(weights, dtype)
 
-    def part(start: Any, count: int) -> Any:
+    def part(start: Any, count: int) -> jax.Array:
         dense = (w.columns(start, count).dequantize(dtype) for w in weights)
         cut = (None if v is None else jax.lax.dynamic_slice_in_dim(v, start, count, axis=-1) for v in vectors)
         return product(*dense, *cut)

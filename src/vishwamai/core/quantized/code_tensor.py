@@ -191,7 +191,7 @@ class CodeTensor:
         return f"CodeTensor({self.format.name}[{sizes}], bits={self.format.bits}, block_size={self.format.block_size})"
 
 
-def _levels(codes: Any, form: CodeFormat) -> Any:
+def _levels(codes: jax.Array, form: CodeFormat) -> Any:
     """float32 `[..., 8 bytes, N]` of planes `[..., bits, bytes, N]`."""
     *lead, bits, rows, columns = codes.shape
     place = jnp.arange(8, dtype=jnp.uint8)[:, None]
@@ -214,7 +214,7 @@ def _levels(codes: Any, form: CodeFormat) -> Any:
     return values.reshape(*lead, rows * 8, columns)
 
 
-def planes(codes: Any, bits: int) -> Any:
+def planes(codes: jax.Array, bits: int) -> Any:
     """Codes `[..., K, N]` uint8 as planes `[..., bits, ceil(K / 8), N]`."""
     *lead, k, n = codes.shape
     padded = jnp.pad(codes, ((0, 0),) * len(lead) + ((0, -k % 8), (0, 0)))

@@ -107,7 +107,7 @@ class ProductSpec(OpSpec):
         )
 
 
-def rounded(x: AnyArray, block: int) -> Any:
+def rounded(x: jax.Array, block: int) -> Any:
     """`x` `[..., K]` in float32 as a product takes it with `activations="int8"`; its gradient is straight-through.
 
     A block's scale is its largest magnitude / 127, and a number becomes the nearest multiple of it (ties to even).
@@ -132,7 +132,7 @@ def xla_forward(spec: ProductSpec, operands: Operands) -> tuple[Outputs, None]:
     o = operands
     x = rounded(o.x, spec.rounded_block) if spec.activations == "int8" else o.x.astype(jnp.float32)
 
-    def product(values: Any, scales: Any) -> Any:
+    def product(values: jax.Array, scales: jax.Array) -> Any:
         k, n = spec.shape
         scales = jnp.moveaxis(scales, -2, -3).reshape(*scales.shape[:2], scales.shape[3], -1)[..., :n]
         repeated = jnp.repeat(scales, k if spec.block_size is None else spec.block_size, axis=-2)[..., :k, :]
@@ -194,7 +194,7 @@ PACKED_PRODUCT: Op[ProductSpec] = Op("packed_product", (NATIVE, XLA), split=_spl
 
 def packed_product(
     function: str,
-    x: AnyArray,
+    x: jax.Array,
     weight: PackedQTensor,
     up: PackedQTensor | None = None,
     *,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from vishwamai.core.qtensor import FORMATS, ZERO_FORMATS, QTensor, bits, of_zero
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Float, Int, UInt8
 
 COLUMNS = 32  # of a panel
@@ -88,7 +89,7 @@ class PackedQTensor:
         values = unpacked_values(self.values, self.shape, self.format)
         return QTensor(values.astype(_FORMATS[self.format].dtype), scales, self.format, -2, self.block_size)
 
-    def columns(self, index: Int[Array, "*rows"], dtype: Any = jnp.float32) -> Float[Array, "*rows K"]:
+    def columns(self, index: Int[Array, "*rows"], dtype: DTypeLike = jnp.float32) -> Float[Array, "*rows K"]:
         """Columns of the weight, dequantized: the embedding of tokens where the weight is a tied head `[K, vocab]`.
 
         Only the columns asked for are read. An index out of range is clamped, as in JAX's gathers.
@@ -123,7 +124,7 @@ class PackedQTensor:
         )
 
 
-def scaled(values: Any, scales: Any, format: str) -> Any:
+def scaled(values: jax.Array, scales: jax.Array, format: str) -> jax.Array:
     """float32 numbers that values stand for; `scales` as a `PackedQTensor` has them, repeated to one for each value."""
     if format in ZERO_FORMATS:
         scales, zeros = of_zero_words(scales)
@@ -145,7 +146,7 @@ def _side_by_side(format: str) -> int:
     return 1 if _is_fp8(format) else 4
 
 
-def _from_bytes(stored: Any, format: str) -> Any:
+def _from_bytes(stored: jax.Array, format: str) -> jax.Array:
     """Values `[..., steps, neighbours along K]` from the bytes `[..., steps, side by side]` of a column; int8 or the
     format's dtype.
     """
@@ -161,7 +162,7 @@ def _from_bytes(stored: Any, format: str) -> Any:
     return jax.lax.bitcast_convert_type(codes.astype(jnp.uint4), FORMATS[format].dtype)
 
 
-def unpacked_values(values: Any, shape: tuple[int, int], format: str) -> Any:
+def unpacked_values(values: jax.Array, shape: tuple[int, int], format: str) -> jax.Array:
     """`[..., K, N]` from `[..., panels, bytes]`, in int8 or the format's dtype."""
     lead, panels = values.shape[:-2], values.shape[-2]
     parts = values.reshape(*lead, panels, -1, COLUMNS, _side_by_side(format))
@@ -217,7 +218,7 @@ def pack_qtensor(weight: QTensor, transpose: bool = False, activations: str | No
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _as_bytes(values: Any, format: str) -> Any:
+def _as_bytes(values: jax.Array, format: str) -> jax.Array:
     """int8 of values: themselves, the bits of 8-bit floats, or uint4 and the bits of 4-bit floats - 8, so that 8 is
     added to each 4-bit number.
     """
@@ -231,12 +232,12 @@ def _as_bytes(values: Any, format: str) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _packed(values: Any, format: str, transpose: bool) -> Any:
+def _packed(values: jax.Array, format: str, transpose: bool) -> jax.Array:
     """`[groups, panels, bytes]`; by the native kernel, on all threads, where there is one."""
     portable = functools.partial(permuted, format=format, transpose=transpose)
     result = jax.eval_shape(portable, values)
 
-    def native(values: Any) -> Any:
+    def native(values: jax.Array) -> jax.Array:
         results = (ffi.result(result.shape, result.dtype),)
         return ffi.call(_PACK, results, values, packing=np.int64(KINDS[format]), transposed=transpose)[0]
 
@@ -245,7 +246,7 @@ def _packed(values: Any, format: str, transpose: bool) -> Any:
     return jax.lax.platform_dependent(values, cpu=native, default=portable)
 
 
-def permuted(values: Any, format: str, transpose: bool) -> Any:
+def permuted(values: jax.Array, format: str, transpose: bool) -> jax.Array:
     """`[groups, panels, bytes]` of `_as_bytes` `[groups, K, N]`, in jax.numpy."""
     x = jnp.swapaxes(values, 1, 2) if transpose else values
     groups, k, n = x.shape

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from vishwamai.core.types import PyTree
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.layers.feed_forward import ExpertLoad, FeedForward
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
@@ -15,6 +16,8 @@ from vishwamai.models.parameters import Parameter
 from vishwamai.models.rotation import NO_ROTATION, Rope
 
 if TYPE_CHECKING:
+    import jax
+
     from vishwamai.models.config import ModelConfig
 
 
@@ -39,10 +42,12 @@ class NoMixer(Mixer):
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         return {}
 
-    def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
+    def __call__(self, config: ModelConfig, arrays: Arrays, x: jax.Array, rows: Rows) -> jax.Array:
         raise AssertionError("`layer` does not call it")
 
-    def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
+    def step(
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, pool: PyTree, first: Any
+    ) -> tuple[jax.Array, PyTree]:
         raise AssertionError("`layer` does not call it")
 
     def page_row(self, config: ModelConfig) -> tuple[int, ...]:
@@ -73,6 +78,11 @@ class NoFeedForward(FeedForward):
         return {}
 
     def __call__(
-        self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE, token_mask: Any = None
-    ) -> tuple[Any, ExpertLoad | None]:
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: jax.Array,
+        axes: MeshAxes = ONE_DEVICE,
+        token_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, ExpertLoad | None]:
         raise AssertionError("`layer` does not call it")

@@ -17,6 +17,7 @@ from vishwamai.models.layers import layer_embedding
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_parameter
 
 if TYPE_CHECKING:
+    import jax
     from jax import Array
     from jaxtyping import Float
 
@@ -88,7 +89,7 @@ def last_stream(
     return jnp.mean(jnp.concatenate([streams[:1], _as_large_as(others, streams[0])]), axis=0)
 
 
-def _as_large_as(x: Any, reference: Any) -> Any:
+def _as_large_as(x: jax.Array, reference: jax.Array) -> jax.Array:
     """`x` scaled to the root mean square of the features of `reference`."""
     size = jnp.sqrt(jnp.mean(jnp.square(reference), axis=-1, keepdims=True))
     return x * size / jnp.sqrt(jnp.maximum(jnp.mean(jnp.square(x), axis=-1, keepdims=True), _LEAST_POWER))
@@ -99,9 +100,9 @@ def layer(
     sizes: AltUp,
     arrays: Arrays,
     streams: Float[Array, "streams batch seq hidden"],
-    mix: Callable[[Any], Any],
-    compute: Callable[[Any], Any],
-    features: Any,
+    mix: Callable[[jax.Array], jax.Array],
+    compute: Callable[[jax.Array], jax.Array],
+    features: jax.Array,
     axes: MeshAxes,
 ) -> Float[Array, "streams batch seq hidden"]:
     """The streams after one layer.
@@ -134,7 +135,7 @@ def layer(
     return corrected.at[1:].add(layer_embedding.output(config, arrays, gate, features))
 
 
-def _router(config: ModelConfig, arrays: Arrays, x: Any) -> Any:
+def _router(config: ModelConfig, arrays: Arrays, x: jax.Array) -> jax.Array:
     """Numbers in (-1, 1) of each token, one for each stream."""
     x = norm(config, x, arrays["altup_router_norm"]) * jnp.asarray(1 / config.hidden_size, x.dtype)
     return jnp.tanh(linear(x, arrays["altup_router"], out_dtype=jnp.promote_types(x.dtype, jnp.float32))).astype(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import vishwamai
+from vishwamai.core.types import PyTree
 from vishwamai.models.attend import attend_pages, attend_sequences
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import linear, norm, times
@@ -84,12 +85,17 @@ class Attention(Mixer):
             table["sinks"] = Parameter((self.heads(config),), ("heads",))
         return table
 
-    def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
+    def __call__(self, config: ModelConfig, arrays: Arrays, x: jax.Array, rows: Rows) -> jax.Array:
         return self.with_memory(config, arrays, x, rows)[0]
 
     def with_memory(
-        self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows, memory: tuple[Any, Any] | None = None
-    ) -> tuple[Any, tuple[Any, Any]]:
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: jax.Array,
+        rows: Rows,
+        memory: tuple[jax.Array, jax.Array] | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The output of a call, and the rows' keys and values: `memory` where the layer reads those of another."""
         query, key, value, gate = self._heads(config, arrays, x, rows.axes)
         query, key = self._rotated(config, arrays, query, key, rows.positions)
@@ -99,7 +105,9 @@ class Attention(Mixer):
         )
         return self._output(config, arrays, mixed, gate, rows.axes), memory
 
-    def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
+    def step(
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, pool: PyTree, first: int | jax.Array
+    ) -> tuple[jax.Array, PyTree]:
         query, key, value, gate = self._heads(config, arrays, x)
         query, key = self._rotated(config, arrays, query, key, step.positions, step.lengths)
         width = self.value_dim(config)
@@ -153,15 +161,17 @@ class Attention(Mixer):
         """Tokens of a block, where tokens see those of their own block only; None where they do not."""
         return None
 
-    def segments(self, config: ModelConfig, rows: Rows, x: Any) -> Any:
+    def segments(self, config: ModelConfig, rows: Rows, x: jax.Array) -> jax.Array | None:
         """Segments of the tokens of rows `x` `[batch, seq, hidden]`; None for one segment a row."""
         return rows.segment_ids
 
-    def product(self, arrays: Arrays, name: str, x: Any) -> Any:
+    def product(self, arrays: Arrays, name: str, x: jax.Array) -> jax.Array:
         """What "query", "key" or "value" is made of."""
         return linear(x, arrays[name], arrays.get(f"{name}_bias"))
 
-    def _heads(self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE) -> tuple[Any, ...]:
+    def _heads(
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, axes: MeshAxes = ONE_DEVICE
+    ) -> tuple[jax.Array, Any, Any, jax.Array | None]:
         """Queries, keys and values `[batch, seq, heads, head_dim]` of the heads that the device has, and the logits of
         the output's gate (None without). A layer that reads those of another has None for keys and values.
         """
@@ -196,7 +206,9 @@ class Attention(Mixer):
             gate = gate.reshape(*x.shape[:-1], -1, 1 if config.head_gate else self.value_dim(config))
         return heads["query"], heads.get("key"), heads.get("value"), gate
 
-    def _rotated(self, config: ModelConfig, arrays: Arrays, query: Any, key: Any, *positions: Any) -> tuple[Any, Any]:
+    def _rotated(
+        self, config: ModelConfig, arrays: Arrays, query: jax.Array, key: jax.Array | None, *positions: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
         """Queries and keys, rotated, and normalized after it where the family does so."""
         query, key = rotated(config, self.rope, query, key, *positions)
         if config.qk_norm == "rotated" or (config.qk_norm == "turning" and self.rope.partial):
@@ -204,7 +216,9 @@ class Attention(Mixer):
             key = None if key is None else norm(config, key, arrays.get("key_norm"))
         return query, key
 
-    def _output(self, config: ModelConfig, arrays: Arrays, mixed: Any, gate: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
+    def _output(
+        self, config: ModelConfig, arrays: Arrays, mixed: jax.Array, gate: jax.Array | None, axes: MeshAxes = ONE_DEVICE
+    ) -> jax.Array:
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)
         flat = checkpoint_name(mixed.reshape(*mixed.shape[:-2], mixed.shape[-2] * mixed.shape[-1]), "mixed")
@@ -223,7 +237,7 @@ class ChunkedAttention(Attention):
     def chunk(self) -> int | None:
         return self.window
 
-    def segments(self, config: ModelConfig, rows: Rows, x: Any) -> Any:
+    def segments(self, config: ModelConfig, rows: Rows, x: jax.Array) -> jax.Array | None:
         assert self.window is not None
         positions = rows.positions
         if positions is None:
@@ -234,12 +248,12 @@ class ChunkedAttention(Attention):
         return rows.segment_ids * (config.max_positions // self.window + 1) + blocks
 
 
-def _widened(x: Any, width: int) -> Any:
+def _widened(x: jax.Array, width: int) -> jax.Array:
     """Heads of `width` features, the last ones 0."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) if x.shape[-1] < width else x
 
 
-def _norm_of_heads(config: ModelConfig, x: Any, scale: Any, axes: MeshAxes) -> Any:
+def _norm_of_heads(config: ModelConfig, x: jax.Array, scale: jax.Array, axes: MeshAxes) -> jax.Array:
     """`norm` over the features of all heads. Where mesh axes split them, devices add up one sum of squares for each
     token; the operation would gather the features.
     """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax.numpy as jnp
 
+from vishwamai.core.types import PyTree
 from vishwamai.models.blocks import times
 from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.mamba2 import Mamba2, mamba_tensors
@@ -21,6 +22,8 @@ from vishwamai.models.parameters import PREFIX, Parameter, Tensor
 from vishwamai.models.rotation import Rope
 
 if TYPE_CHECKING:
+    import jax
+
     from vishwamai.models.config import ModelConfig
 
 
@@ -71,12 +74,14 @@ class AttentionAndMamba(PagedMamba):
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         return {**self.attention.parameters(config), **super().parameters(config)}
 
-    def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
+    def __call__(self, config: ModelConfig, arrays: Arrays, x: jax.Array, rows: Rows) -> jax.Array:
         space = super().__call__(config, arrays, times(x, self.space_input), rows)
         attention = self.attention(config, arrays, times(x, self.attention_input), rows)
         return self._sum(space, attention)
 
-    def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
+    def step(
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, pool: PyTree, first: Any
+    ) -> tuple[jax.Array, PyTree]:
         inputs = times(x, self.space_input)
         space, states = super().step(config, arrays, inputs, step, pool.states, first.states)
         inputs = times(x, self.attention_input)
@@ -86,10 +91,10 @@ class AttentionAndMamba(PagedMamba):
     def mixing_flops(self, config: ModelConfig, length: int) -> float:
         return super().mixing_flops(config, length) + self.attention.mixing_flops(config, length)
 
-    def _sum(self, space: Any, attention: Any) -> Any:
+    def _sum(self, space: jax.Array, attention: jax.Array) -> jax.Array:
         return times(space, self.space_output) + times(attention, self.attention_output)
 
-    def _inputs(self, config: ModelConfig, arrays: Arrays, x: Any) -> Any:
+    def _inputs(self, config: ModelConfig, arrays: Arrays, x: jax.Array) -> jax.Array:
         inner, width = self.inner(config), self.groups * self.state_dim
         sizes = (inner, inner, width, width, self.heads)
         factors = [jnp.full(size, scale, x.dtype) for size, scale in zip(sizes, self.part_scales, strict=True)]

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +43,9 @@ class ExpertLoad(NamedTuple):
       counts: int32 `[experts]`, tokens that chose each expert.
     """
 
-    balance: Any
-    z: Any
-    counts: Any
+    balance: jax.Array
+    z: jax.Array
+    counts: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +119,13 @@ class Gated(FeedForward):
         return table
 
     def __call__(
-        self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE, token_mask: Any = None
-    ) -> tuple[Any, ExpertLoad | None]:
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: jax.Array,
+        axes: MeshAxes = ONE_DEVICE,
+        token_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, ExpertLoad | None]:
         if not self.sparsity:
             return gated_unit(config, arrays, x, axes), None
         count = self.inner_size or config.intermediate_size
@@ -147,8 +152,13 @@ class Ungated(FeedForward):
         return table
 
     def __call__(
-        self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE, token_mask: Any = None
-    ) -> tuple[Any, ExpertLoad | None]:
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: jax.Array,
+        axes: MeshAxes = ONE_DEVICE,
+        token_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, ExpertLoad | None]:
         return ungated_unit(config, arrays, x, axes), None
 
 
@@ -173,8 +183,13 @@ class XIELU(Ungated):
         return {**super().parameters(config), "positive_slope": slope, "negative_slope": slope}
 
     def __call__(
-        self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE, token_mask: Any = None
-    ) -> tuple[Any, ExpertLoad | None]:
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: jax.Array,
+        axes: MeshAxes = ONE_DEVICE,
+        token_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, ExpertLoad | None]:
         y = linear(x, arrays["up"], arrays.get("up_bias"), jnp.promote_types(x.dtype, jnp.float32))
         positive, negative = (
             jax.nn.softplus(arrays[f"{sign}_slope"].astype(y.dtype)) for sign in ("positive", "negative")
@@ -194,7 +209,7 @@ def unit_parameters(hidden: int, inner: int, prefix: str = "", gated: bool = Tru
     return table
 
 
-def gated_unit(config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes, prefix: str = "") -> Any:
+def gated_unit(config: ModelConfig, arrays: Arrays, x: jax.Array, axes: MeshAxes, prefix: str = "") -> jax.Array:
     """A gated unit whose parameters have names with a prefix; over the axis `tensor`, this device's part of a sum."""
     weights = tuple(in_dtype(arrays[prefix + name], x.dtype) for name in ("gate", "up"))
     biases = tuple(arrays.get(f"{prefix}{name}_bias") for name in GATED)
@@ -208,7 +223,7 @@ def gated_unit(config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes, pref
     return times(linear(inner, arrays[prefix + "down"], axes.once(biases[2])), scale)
 
 
-def ungated_unit(config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes, prefix: str = "") -> Any:
+def ungated_unit(config: ModelConfig, arrays: Arrays, x: jax.Array, axes: MeshAxes, prefix: str = "") -> jax.Array:
     """The same without a gate."""
     inner = linear(x, arrays[prefix + "up"], arrays.get(f"{prefix}up_bias"), activation=config.activation)
     return linear(inner, arrays[prefix + "down"], axes.once(arrays.get(f"{prefix}down_bias")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ class GatedDelta(Recurrent):
             "memory": (self.value_heads, self.key_dim, self.value_dim),
         }
 
-    def mix(self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Tokens) -> Any:
+    def mix(self, config: ModelConfig, arrays: Arrays, x: jax.Array, tokens: Tokens) -> jax.Array:
         mixed, gate, beta, decay = self._inputs(arrays, x)
         mixed = tokens.convolve("filter", mixed, self._filter(arrays).astype(x.dtype), activation=config.activation)
         keys = self.key_heads * self.key_dim
@@ -123,7 +123,7 @@ class GatedDelta(Recurrent):
         }
         return {name: matrix(hidden, size, ("embed", None)) for name, size in sizes.items()}
 
-    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[Any, Any, Any, Any]:
+    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values side by side `[batch, seq, channels]`, the gate `[batch, seq, values]`, and the
         logits of beta and the decay `[batch, seq, value_heads]`.
         """
@@ -157,7 +157,7 @@ class FusedGatedDelta(GatedDelta):
             "delta_rates": matrix(hidden, 2 * self.value_heads, ("embed", None)),
         }
 
-    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[Any, Any, Any, Any]:
+    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         shape, group = x.shape[:-1], self.value_heads // self.key_heads
         inputs = linear(x, arrays["delta_inputs"]).reshape(*shape, self.key_heads, -1)
         values = group * self.value_dim

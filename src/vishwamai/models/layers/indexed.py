@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 import vishwamai
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.models.attend import attend_pages
 from vishwamai.models.attend_index import attend_chosen_pages, chosen_keys
 from vishwamai.models.blocks import linear
@@ -41,15 +42,24 @@ class SharedIndexAttention(LatentAttention):
     def layer_type(self) -> str:
         return "shared"
 
-    def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
+    def __call__(self, config: ModelConfig, arrays: Arrays, x: jax.Array, rows: Rows) -> jax.Array:
         return self.mixed(config, arrays, x, rows, None, 0, None)[0]
 
-    def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
+    def step(
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, pool: PyTree, first: int | jax.Array
+    ) -> tuple[jax.Array, PyTree]:
         return self.mixed(config, arrays, x, step, pool, first, None)[:2]
 
     def mixed(
-        self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Rows | Step, pool: Any, first: Any, index: Any
-    ) -> tuple[Any, Any, Any]:
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: jax.Array,
+        tokens: Rows | Step,
+        pool: PyTree,
+        first: int | jax.Array,
+        index: Any,
+    ) -> tuple[jax.Array, PyTree, PyTree]:
         """The output, the pool, and the tokens chosen.
 
         Args:
@@ -70,7 +80,9 @@ class SharedIndexAttention(LatentAttention):
     def ring_features(self, config: ModelConfig) -> int:
         return Mixer.ring_features(self, config)
 
-    def _rows(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows, index: Any) -> tuple[Any, Any, Any]:
+    def _rows(
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, rows: Rows, index: Any
+    ) -> tuple[jax.Array, PyTree, PyTree]:
         latent = sizes(config)
         if rows.axes.sequence is not None:
             raise UnsupportedError(
@@ -90,8 +102,15 @@ class SharedIndexAttention(LatentAttention):
         return expanded_output(latent, arrays, jnp.swapaxes(out, 1, 2), rows.axes), None, index
 
     def _step(
-        self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any, index: Any
-    ) -> tuple[Any, Any, Any]:
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: jax.Array,
+        step: Step,
+        pool: PyTree,
+        first: int | jax.Array,
+        index: Any,
+    ) -> tuple[jax.Array, PyTree, PyTree]:
         latent = sizes(config)
         plain, turning, key, vector, low = vectors(latent, arrays, x)
         turning, key = turned(config, self.rope, turning, key, step.positions, step.lengths)
@@ -107,11 +126,13 @@ class SharedIndexAttention(LatentAttention):
             out, pool, index = attend_chosen_pages(config, query, row, select, step.batch, pool, first, latent.kv_rank)
         return expanded_output(latent, arrays, out), pool, index
 
-    def _row(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, row: Any) -> Any:
+    def _row(self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, row: jax.Array) -> jax.Array:
         """What a page holds of the new tokens."""
         return row
 
-    def _index_of_rows(self, config: ModelConfig, arrays: Arrays, x: Any, low: Any, rows: Rows, index: Any) -> Any:
+    def _index_of_rows(
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, low: jax.Array, rows: Rows, index: Any
+    ) -> jax.Array:
         """The tokens chosen in rows of `x`."""
         if index is None:
             raise UnsupportedError(
@@ -121,7 +142,14 @@ class SharedIndexAttention(LatentAttention):
         return index
 
     def _index_of_pages(
-        self, config: ModelConfig, arrays: Arrays, x: Any, low: Any, step: Step, first: Any, index: Any
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: jax.Array,
+        low: jax.Array,
+        step: Step,
+        first: int | jax.Array,
+        index: Any,
     ) -> Any:
         """A function of the pool, with the new tokens written, that gives the tokens chosen."""
         assert index is not None, "the first layer chooses"
@@ -173,11 +201,13 @@ class IndexedAttention(SharedIndexAttention):
         latent = sizes(config)
         return super().mixing_flops(config, length) + 2.0 * latent.index_heads * (latent.index_dim + 1) * length
 
-    def _row(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, row: Any) -> Any:
+    def _row(self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, row: jax.Array) -> jax.Array:
         key = self._turned(config, self._key(config, arrays, x), step.positions, step.lengths)
         return jnp.concatenate([row, key], axis=-1)
 
-    def _index_of_rows(self, config: ModelConfig, arrays: Arrays, x: Any, low: Any, rows: Rows, index: Any) -> Any:
+    def _index_of_rows(
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, low: jax.Array, rows: Rows, index: Any
+    ) -> jax.Array:
         query, weights = self._queries(config, arrays, x, low)
         query = self._turned(config, query, rows.positions)
         key = self._turned(config, self._key(config, arrays, x), rows.positions)
@@ -190,7 +220,14 @@ class IndexedAttention(SharedIndexAttention):
         )
 
     def _index_of_pages(
-        self, config: ModelConfig, arrays: Arrays, x: Any, low: Any, step: Step, first: Any, index: Any
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: jax.Array,
+        low: jax.Array,
+        step: Step,
+        first: int | jax.Array,
+        index: Any,
     ) -> Any:
         latent = sizes(config)
         query, weights = self._queries(config, arrays, x, low)
@@ -199,19 +236,21 @@ class IndexedAttention(SharedIndexAttention):
         columns = slice(start, start + latent.index_dim)
         return lambda pool: chosen_keys(query[0], weights[0], step.batch, pool, first, columns, latent.index_keys)
 
-    def _key(self, config: ModelConfig, arrays: Arrays, x: Any) -> Any:
+    def _key(self, config: ModelConfig, arrays: Arrays, x: jax.Array) -> jax.Array:
         """The indexer's keys before their rotation, `[batch, seq, 1, index_dim]`."""
         key = linear(x, arrays["index_key"])
         scale, bias = arrays["index_key_norm"], arrays["index_key_norm_bias"]
         return vishwamai.layer_norm(key, scale, bias, eps=_NORM_EPS)[..., None, :]
 
-    def _queries(self, config: ModelConfig, arrays: Arrays, x: Any, low: Any) -> tuple[Any, Any]:
+    def _queries(
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, low: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """The indexer's queries before their rotation `[batch, seq, index_heads, index_dim]`, and weights."""
         latent = sizes(config)
         query = linear(low, arrays["index_query"]).reshape(*x.shape[:-1], latent.index_heads, latent.index_dim)
         return query, linear(x, arrays["index_weights"], out_dtype=jnp.promote_types(x.dtype, jnp.float32))
 
-    def _turned(self, config: ModelConfig, x: Any, *positions: Any) -> Any:
+    def _turned(self, config: ModelConfig, x: jax.Array, *positions: jax.Array | None) -> jax.Array:
         """Queries or keys `[batch, seq, heads, index_dim]`, the first `rope_dim` features of which turn."""
         config = dataclasses.replace(config, rope_interleaved=self.index_interleaved)
         width = sizes(config).rope_dim
@@ -230,7 +269,7 @@ class FullIndexAttention(IndexedAttention):
         return "full"
 
 
-def first_index(config: ModelConfig, shape: tuple[int, ...], tokens: Rows | Step, pool: Any) -> dict[str, Any]:
+def first_index(config: ModelConfig, shape: tuple[int, ...], tokens: Rows | Step, pool: PyTree) -> dict[str, Any]:
     """What the layers of a model with "shared" ones pass on, before the first of them: an index at `INDEX`, or nothing
     where all tokens are seen or no layer shares.
 

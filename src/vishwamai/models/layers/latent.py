@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax.numpy as jnp
 
 import vishwamai
+from vishwamai.core.types import PyTree
 from vishwamai.models.attend import attend_pages, attend_sequences
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import linear
@@ -21,6 +22,8 @@ from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_
 from vishwamai.models.rotation import Rope, grown, rotated
 
 if TYPE_CHECKING:
+    import jax
+
     from vishwamai.models.config import ModelConfig
 
 _NORM_EPS = 1e-6  # of the norms of the latent vectors, whatever `rms_norm_eps` says: as the authors' code has it
@@ -91,7 +94,7 @@ class LatentAttention(Mixer):
                 table[f"{name}_bias"] = Parameter((table[name].shape[1],), (axis,), "zeros")
         return table
 
-    def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
+    def __call__(self, config: ModelConfig, arrays: Arrays, x: jax.Array, rows: Rows) -> jax.Array:
         latent = sizes(config)
         plain, turning, key, vector, _ = vectors(latent, arrays, x)
         turning, key = turned(config, self.rope, turning, key, rows.positions)
@@ -105,7 +108,9 @@ class LatentAttention(Mixer):
         mixed = attend_sequences(config, self.window, query, keys, values, None, rows.segment_ids, rows.axes)
         return _output(latent, arrays, mixed, rows.axes)
 
-    def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
+    def step(
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, pool: PyTree, first: int | jax.Array
+    ) -> tuple[jax.Array, PyTree]:
         latent = sizes(config)
         plain, turning, key, vector, _ = vectors(latent, arrays, x)
         turning, key = turned(config, self.rope, turning, key, step.positions, step.lengths)
@@ -140,7 +145,9 @@ def sizes(config: ModelConfig) -> Latent:
     return config.latent
 
 
-def vectors(latent: Latent, arrays: Arrays, x: Any) -> tuple[Any, Any, Any, Any, Any]:
+def vectors(
+    latent: Latent, arrays: Arrays, x: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Features of queries that do not turn `[batch, seq, heads, nope_dim]` and that do, those of the key that do
     `[batch, seq, 1, rope_dim]`, the latent vector `[batch, seq, kv_rank]`, and the vector that queries are made of.
     """
@@ -158,29 +165,31 @@ def vectors(latent: Latent, arrays: Arrays, x: Any) -> tuple[Any, Any, Any, Any,
     return query[..., : latent.nope_dim], turning, low[..., None, latent.kv_rank :], vector, source
 
 
-def turned(config: ModelConfig, rope: Rope, query: Any, key: Any, *positions: Any) -> tuple[Any, Any]:
+def turned(
+    config: ModelConfig, rope: Rope, query: jax.Array, key: jax.Array, *positions: jax.Array | None
+) -> tuple[jax.Array, Any]:
     """`rotated` of queries and the key of a layer, of which neither is None."""
     return rotated(config, rope, query, key, *positions)
 
 
-def absorbed_queries(latent: Latent, arrays: Arrays, plain: Any, turning: Any) -> Any:
+def absorbed_queries(latent: Latent, arrays: Arrays, plain: jax.Array, turning: jax.Array) -> jax.Array:
     """Queries `[batch, seq, heads, kv_rank + rope_dim]` that read latent vectors in place of keys."""
     up = _expansion(latent, arrays, plain)[..., : latent.nope_dim]
     return jnp.concatenate([vishwamai.einsum("bshn,rhn->bshr", plain, up), turning], axis=-1)
 
 
-def expanded_output(latent: Latent, arrays: Arrays, mixed: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
+def expanded_output(latent: Latent, arrays: Arrays, mixed: jax.Array, axes: MeshAxes = ONE_DEVICE) -> jax.Array:
     """The layer's output of mixed latent vectors `[batch, seq, heads, kv_rank]`."""
     up = _expansion(latent, arrays, mixed)[..., latent.nope_dim :]
     return _output(latent, arrays, vishwamai.einsum("bshr,rhv->bshv", mixed, up), axes)
 
 
-def _expansion(latent: Latent, arrays: Arrays, x: Any) -> Any:
+def _expansion(latent: Latent, arrays: Arrays, x: jax.Array) -> jax.Array:
     """The expansion of latent vectors `[kv_rank, heads, nope_dim + value_dim]`, for heads `x`."""
     up = arrays["latent_up"].astype(x.dtype)
     return up.reshape(latent.kv_rank, x.shape[2], latent.nope_dim + latent.value_dim)
 
 
-def _output(latent: Latent, arrays: Arrays, mixed: Any, axes: MeshAxes = ONE_DEVICE) -> Any:
+def _output(latent: Latent, arrays: Arrays, mixed: jax.Array, axes: MeshAxes = ONE_DEVICE) -> jax.Array:
     flat = mixed.reshape(*mixed.shape[:-2], mixed.shape[-2] * latent.value_dim)
     return linear(flat, arrays["output"], axes.once(arrays.get("output_bias")))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from vishwamai.core.types import PyTree
 from vishwamai.models.axes import ONE_DEVICE
 from vishwamai.models.blocks import norm, times
 from vishwamai.models.layers import altup, layer_embedding
@@ -106,7 +107,7 @@ class LayerKind:
         return {**norms, **self.mixer.parameters(config), **self.feed_forward.parameters(config)}
 
 
-Carry = tuple[Any, Any, Mapping[str, Any]]
+Carry = tuple[jax.Array, Any, Mapping[str, Any]]
 
 
 def layer(
@@ -115,11 +116,11 @@ def layer(
     arrays: Arrays,
     carry: Carry,
     tokens: Rows | Step,
-    pool: Any = None,
+    pool: PyTree = None,
     first: Any = 0,
-    token_mask: Any = None,
+    token_mask: jax.Array | None = None,
     features: Any = None,
-) -> tuple[Carry, Any, ExpertLoad | None]:
+) -> tuple[Carry, PyTree, ExpertLoad | None]:
     """One layer over whole sequences, or over new tokens and a state.
 
     Args:
@@ -141,14 +142,14 @@ def layer(
     norms = kind.norms or config.norms
     stream, delta, memory = carry
 
-    def mix(x: Any) -> Any:
+    def mix(x: jax.Array) -> jax.Array:
         nonlocal pool, memory
         mixed, pool, memory = _mixed(config, kind, arrays, x, tokens, pool, first, memory)
         return mixed
 
     if config.altup is not None:
 
-        def compute(x: Any) -> Any:
+        def compute(x: jax.Array) -> jax.Array:
             return kind.feed_forward(config, arrays, x, axes, token_mask)[0]
 
         stream = altup.layer(config, config.altup, arrays, stream + delta, mix, compute, features, axes)
@@ -189,12 +190,12 @@ def _mixed(
     config: ModelConfig,
     kind: LayerKind,
     arrays: Arrays,
-    x: Any,
+    x: jax.Array,
     tokens: Rows | Step,
-    pool: Any,
+    pool: PyTree,
     first: Any,
     memory: Mapping[str, Any],
-) -> tuple[Any, Any, Mapping[str, Any]]:
+) -> tuple[jax.Array, PyTree, Mapping[str, Any]]:
     """The mixer's output, the pool, and the memory with the layer's keys and values where others read them."""
     mixer, name, sharing = kind.mixer, kind.mixer.layer_type, kind.sharing
     if INDEX in memory:
@@ -216,7 +217,9 @@ def _mixed(
     return mixed, pool, {**memory, name: source}
 
 
-def _enter(config: ModelConfig, norms: str, arrays: Arrays, name: str, stream: Any, delta: Any) -> tuple[Any, Any]:
+def _enter(
+    config: ModelConfig, norms: str, arrays: Arrays, name: str, stream: jax.Array, delta: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """A block's input and the stream: the sum of the two, normalized where the family has a norm of that name."""
     if name not in NORMS[norms]:
         total = stream if delta is None else checkpoint_name(stream + delta, "stream")
@@ -228,7 +231,7 @@ def _enter(config: ModelConfig, norms: str, arrays: Arrays, name: str, stream: A
     return x, checkpoint_name(total, "stream")
 
 
-def _leave(config: ModelConfig, norms: str, arrays: Arrays, name: str, delta: Any) -> Any:
+def _leave(config: ModelConfig, norms: str, arrays: Arrays, name: str, delta: jax.Array) -> Any:
     """A block's output, normalized where the family has a norm of that name."""
     delta = checkpoint_name(delta, "block_output")
     if name in NORMS[norms]:

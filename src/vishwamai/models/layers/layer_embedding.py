@@ -5,12 +5,14 @@ Team, "Gemma 3n" (2025); `inputs.layer_inputs` makes the vectors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vishwamai.models.blocks import linear, norm
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_parameter
 
 if TYPE_CHECKING:
+    import jax
+
     from vishwamai.models.config import ModelConfig
     from vishwamai.models.layers.mixer import Arrays
 
@@ -33,7 +35,7 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
     }
 
 
-def output(config: ModelConfig, arrays: Arrays, x: Any, features: Any) -> Any:
+def output(config: ModelConfig, arrays: Arrays, x: jax.Array, features: jax.Array) -> jax.Array:
     """What the layer adds: `norm(output(activation(gate(x)) * features))`.
 
     Args:

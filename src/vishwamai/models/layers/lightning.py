@@ -64,14 +64,14 @@ class Lightning(Recurrent):
     def state(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {"memory": (config.num_heads, config.head_dim, config.head_dim)}
 
-    def mix(self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Tokens) -> Any:
+    def mix(self, config: ModelConfig, arrays: Arrays, x: jax.Array, tokens: Tokens) -> jax.Array:
         heads, dim, shape = config.num_heads, config.head_dim, x.shape[:-1]
         qkv = activate(config.activation, linear(x, arrays["lightning_qkv"]))
         qkv = jnp.swapaxes(qkv.reshape(*shape, heads, 3 * dim), 1, 2)  # [batch, heads, seq, 3 * dim]
         query, key, value = jnp.split(qkv, 3, axis=-1)
         decay = jnp.broadcast_to(-self.rates(heads)[:, None], qkv.shape[:-1])
 
-        def attend(query: Any, key: Any, value: Any, decay: Any, **options: Any) -> Any:
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, **options: Any) -> jax.Array:
             return vishwamai.linear_attention(query, key, value, decay, scale=1.0, **options)
 
         out = tokens.recur("memory", attend, query, key, value, decay)
@@ -81,7 +81,7 @@ class Lightning(Recurrent):
         # Every device of the mesh axis "tensor" has all heads: the sum over them counts one.
         return tokens.axes.once(linear(out, arrays["lightning_output"]))
 
-    def rates(self, heads: int) -> Any:
+    def rates(self, heads: int) -> jax.Array:
         """float32 `[heads]`: what a token takes from the logarithm of the state's factor."""
         slopes = 2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)
         return jnp.asarray(slopes * (1 - self.layer / (self.layers - 1 + 1e-5) + 1e-5), jnp.float32)

@@ -108,7 +108,7 @@ class Mamba1(Recurrent):
         channels = self.channels(config)
         return {"filter": (self.width - 1, channels), "memory": (channels, self.state_dim, 1)}
 
-    def mix(self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Tokens) -> Any:
+    def mix(self, config: ModelConfig, arrays: Arrays, x: jax.Array, tokens: Tokens) -> jax.Array:
         wide, rank = jnp.promote_types(x.dtype, jnp.float32), self.rank(config)
         mixed, gate = jnp.split(linear(x, arrays["mamba_input"], arrays.get("mamba_input_bias")), 2, axis=-1)
         kernel, bias = arrays["mamba_filter"][:, 0].astype(x.dtype), arrays.get("mamba_filter_bias")
@@ -120,7 +120,7 @@ class Mamba1(Recurrent):
         step = jax.nn.softplus(step + arrays["mamba_step"].astype(wide))
         rate, skip = -jnp.exp(arrays["mamba_rate"].astype(wide)), arrays["mamba_skip"].astype(wide)
 
-        def scan(x: Any, dt: Any, B: Any, C: Any, **options: Any) -> Any:
+        def scan(x: jax.Array, dt: jax.Array, B: jax.Array, C: jax.Array, **options: Any) -> jax.Array:
             return vishwamai.state_space(x, dt, rate, B, C, skip, **options)
 
         heads, step = jnp.swapaxes(mixed, 1, 2)[..., None], jnp.swapaxes(step, 1, 2)
@@ -133,7 +133,7 @@ class Mamba1(Recurrent):
     def mixing_flops(self, config: ModelConfig, length: int) -> float:
         return 4.0 * self.channels(config) * self.state_dim  # write, read
 
-    def _normalized(self, config: ModelConfig, arrays: Arrays, name: str, x: Any) -> Any:
+    def _normalized(self, config: ModelConfig, arrays: Arrays, name: str, x: jax.Array) -> jax.Array:
         if self.norms is None:
             return x
         return vishwamai.rms_norm(x, arrays.get(f"mamba_{name}_norm"), eps=self.norms_eps or config.norm_eps)

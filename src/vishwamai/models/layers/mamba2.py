@@ -120,7 +120,7 @@ class Mamba2(Recurrent):
             "memory": (self.heads, self.state_dim, self.inner(config) // self.heads),
         }
 
-    def mix(self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Tokens) -> Any:
+    def mix(self, config: ModelConfig, arrays: Arrays, x: jax.Array, tokens: Tokens) -> jax.Array:
         inner, channels, width = self.inner(config), self.channels(config), self.groups * self.state_dim
         wide = jnp.promote_types(x.dtype, jnp.float32)
         inputs = self._inputs(config, arrays, x)
@@ -132,7 +132,7 @@ class Mamba2(Recurrent):
         rate, shift, skip = (arrays[f"mamba_{name}"].astype(wide) for name in ("rate", "step", "skip"))
         step = jnp.maximum(jax.nn.softplus(step.astype(wide) + shift), self.least_step)
 
-        def mix(x: Any, dt: Any, B: Any, C: Any, **options: Any) -> Any:
+        def mix(x: jax.Array, dt: jax.Array, B: jax.Array, C: jax.Array, **options: Any) -> jax.Array:
             return vishwamai.state_space(x, dt, -jnp.exp(rate), B, C, skip, **options)
 
         enter, leave = (_by_head(y, self.state_dim) for y in (enter, leave))
@@ -145,11 +145,11 @@ class Mamba2(Recurrent):
     def mixing_flops(self, config: ModelConfig, length: int) -> float:
         return 4.0 * self.inner(config) * self.state_dim  # write, read
 
-    def _inputs(self, config: ModelConfig, arrays: Arrays, x: Any) -> Any:
+    def _inputs(self, config: ModelConfig, arrays: Arrays, x: jax.Array) -> jax.Array:
         """The gate, the tokens, B, C and the steps side by side."""
         return linear(x, arrays["mamba_input"], arrays.get("mamba_input_bias"))
 
-    def _gated(self, config: ModelConfig, arrays: Arrays, out: Any, gate: Any) -> Any:
+    def _gated(self, config: ModelConfig, arrays: Arrays, out: jax.Array, gate: jax.Array) -> jax.Array:
         """`out` `[batch, seq, inner]` times the activation of the gate, with the norm over groups of features."""
         gate = activate("silu", gate)
         if not self.normalized:
@@ -161,6 +161,6 @@ class Mamba2(Recurrent):
         return out * gate if self.norm_first else out
 
 
-def _by_head(x: Any, dim: int) -> Any:
+def _by_head(x: jax.Array, dim: int) -> jax.Array:
     """`[batch, heads, seq, dim]` of `[batch, seq, heads * dim]`."""
     return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, dim), 1, 2)

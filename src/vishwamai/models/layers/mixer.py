@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.parameters import Parameter, Tensor
 from vishwamai.models.rotation import NO_ROTATION, Rope
@@ -123,8 +124,14 @@ class Mixer:
         raise NotImplementedError
 
     def step(
-        self, config: ModelConfig, arrays: Arrays, x: Float[Array, "1 tokens hidden"], step: Step, pool: Any, first: Any
-    ) -> tuple[Float[Array, "1 tokens hidden"], Any]:
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: Float[Array, "1 tokens hidden"],
+        step: Step,
+        pool: PyTree,
+        first: Any,
+    ) -> tuple[Float[Array, "1 tokens hidden"], PyTree]:
         """The output for new tokens of sequences whose earlier tokens are in the layer's state.
 
         Args:

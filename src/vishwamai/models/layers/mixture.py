@@ -123,8 +123,13 @@ class Mixture(FeedForward):
         return table
 
     def __call__(
-        self, config: ModelConfig, arrays: Arrays, x: Any, axes: MeshAxes = ONE_DEVICE, token_mask: Any = None
-    ) -> tuple[Any, ExpertLoad | None]:
+        self,
+        config: ModelConfig,
+        arrays: Arrays,
+        x: jax.Array,
+        axes: MeshAxes = ONE_DEVICE,
+        token_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, ExpertLoad | None]:
         experts = _sizes(config)
         out, load = _routed(config, experts, arrays, x, axes, token_mask)
         if "shared_down" in arrays:
@@ -189,11 +194,11 @@ class GatedAndMixture(FeedForward):
         self,
         config: ModelConfig,
         arrays: Arrays,
-        x: Any,
+        x: jax.Array,
         axes: MeshAxes = ONE_DEVICE,
-        token_mask: Any = None,
+        token_mask: jax.Array | None = None,
         stream: Any = None,
-    ) -> tuple[Any, ExpertLoad | None]:
+    ) -> tuple[jax.Array, ExpertLoad | None]:
         unit = norm(config, axes.total(gated_unit(config, arrays, x, axes)), arrays["unit_post_norm"])
         plain = norm(config, stream, None)
         scored = plain * (arrays["router_scale"] * config.hidden_size**-0.5).astype(plain.dtype)
@@ -214,7 +219,7 @@ def _routed(
     axes: MeshAxes,
     token_mask: jax.Array | None,
     scored: Any = None,
-) -> tuple[Any, ExpertLoad]:
+) -> tuple[jax.Array, ExpertLoad]:
     """The sum of the chosen experts' outputs, without the shared ones, and the load; `scored` is what the router reads
     in place of `x`.
     """
@@ -272,7 +277,7 @@ def _over_experts(
     """
     split, replicated = PartitionSpec(axis), PartitionSpec()
 
-    def shared(x: jax.Array) -> Any:
+    def shared(x: jax.Array) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])
         missing = -tokens.shape[0] % jax.typeof(tokens).sharding.mesh.shape[axis]
         return jax.sharding.reshard(jnp.pad(tokens, ((0, missing), (0, 0))), split)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 import vishwamai
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
 from vishwamai.models.pages import PagedBatch
@@ -39,7 +40,9 @@ class Tokens(Protocol):
         """Mesh axes over which the model is split, inside `shard_map`."""
         ...
 
-    def convolve(self, name: str, x: Any, weight: Any, bias: Any = None, activation: str | None = None) -> Any:
+    def convolve(
+        self, name: str, x: jax.Array, weight: Any, bias: jax.Array | None = None, activation: str | None = None
+    ) -> jax.Array:
         """`vishwamai.causal_conv1d` of each sequence.
 
         Args:
@@ -50,7 +53,7 @@ class Tokens(Protocol):
         """
         ...
 
-    def recur(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+    def recur(self, name: str, function: Callable[..., Any], *operands: jax.Array | None) -> jax.Array:
         """A recurrence over the tokens of each sequence.
 
         Args:
@@ -74,14 +77,14 @@ class Recurrent(Mixer):
     def read(cls, sizes: Mapping[str, Any], window: int | None, rope: Rope) -> Self:
         return cls(None, NO_ROTATION, **sizes)
 
-    def mix(self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Tokens) -> Any:
+    def mix(self, config: ModelConfig, arrays: Arrays, x: jax.Array, tokens: Tokens) -> jax.Array:
         """The output of tokens `[batch, seq, hidden]`, in the same shape.
 
         Where every device of `tokens.axes.tensor` has all heads, the result goes through `tokens.axes.once`.
         """
         raise NotImplementedError
 
-    def __call__(self, config: ModelConfig, arrays: Arrays, x: Any, rows: Rows) -> Any:
+    def __call__(self, config: ModelConfig, arrays: Arrays, x: jax.Array, rows: Rows) -> jax.Array:
         if rows.axes.sequence is not None:
             raise UnsupportedError(
                 f"{config.family}: rows are split over the mesh axis {rows.axes.sequence!r}, and layers of type "
@@ -89,7 +92,9 @@ class Recurrent(Mixer):
             )
         return self.mix(config, arrays, x, RowTokens(rows))
 
-    def step(self, config: ModelConfig, arrays: Arrays, x: Any, step: Step, pool: Any, first: Any) -> tuple[Any, Any]:
+    def step(
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, pool: PyTree, first: int | jax.Array
+    ) -> tuple[jax.Array, PyTree]:
         tokens = StepTokens(step.batch, x.shape[1], pool, first)
         out = self.mix(config, arrays, x, tokens)
         return out, tokens.pool
@@ -105,11 +110,13 @@ class RowTokens:
         self.axes = rows.axes
         self._segment_ids = rows.segment_ids
 
-    def convolve(self, name: str, x: Any, weight: Any, bias: Any = None, activation: str | None = None) -> Any:
+    def convolve(
+        self, name: str, x: jax.Array, weight: Any, bias: jax.Array | None = None, activation: str | None = None
+    ) -> jax.Array:
         del name
         return vishwamai.causal_conv1d(x, weight, bias, activation=activation, segment_ids=self._segment_ids)
 
-    def recur(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+    def recur(self, name: str, function: Callable[..., Any], *operands: jax.Array | None) -> jax.Array:
         del name
         return function(*operands, segment_ids=self._segment_ids)
 
@@ -129,7 +136,7 @@ class StepTokens:
 
     axes = ONE_DEVICE
 
-    def __init__(self, batch: PagedBatch, count: int, pool: Mapping[str, Any], first: Any):
+    def __init__(self, batch: PagedBatch, count: int, pool: Mapping[str, Any], first: int | jax.Array):
         assert batch.states is not None, "the batch of a model with states names their slots"
         self.pool = dict(pool)
         self._starts, self._ends = batch.cu_q_lens[:-1], batch.cu_q_lens[1:]
@@ -139,13 +146,15 @@ class StepTokens:
         self._batch, self._tokens = batch, count
         self._decodes = batch.max_q_len == 1 and count == batch.kv_lens.shape[0]
 
-    def convolve(self, name: str, x: Any, weight: Any, bias: Any = None, activation: str | None = None) -> Any:
+    def convolve(
+        self, name: str, x: jax.Array, weight: Any, bias: jax.Array | None = None, activation: str | None = None
+    ) -> jax.Array:
         before = self._before(name).astype(x.dtype)  # [sequences, history, channels]
         history, tokens = before.shape[1], jnp.arange(self._tokens, dtype=jnp.int32)
         rows = jnp.concatenate([before.reshape(-1, x.shape[2]), x[0]])
         back = jnp.arange(history, 0, -1, dtype=jnp.int32)
 
-        def tokens_before(token: Any, sequence: Any) -> Any:
+        def tokens_before(token: jax.Array, sequence: jax.Array) -> jax.Array:
             """The last tokens of a sequence before one of the step, `[..., history, channels]`."""
             offset = (token - self._starts[sequence])[:, None]
             earlier = sequence[:, None] * history + history + offset - back
@@ -159,7 +168,7 @@ class StepTokens:
         self._after(name, tokens_before(self._ends, jnp.arange(before.shape[0], dtype=jnp.int32)))
         return y[:, 0][None]
 
-    def recur(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+    def recur(self, name: str, function: Callable[..., Any], *operands: jax.Array | None) -> jax.Array:
         states = self._before(name)
         # One token of each sequence at once; then, in turn, the chunks of those with several.
         first = operands if self._decodes else _tokens(operands, self._starts)
@@ -173,14 +182,16 @@ class StepTokens:
         self._after(name, after)
         return y
 
-    def _prompts(self, function: Callable[..., Any], operands: tuple[Any, ...], y: Any, states: Any) -> tuple[Any, Any]:
+    def _prompts(
+        self, function: Callable[..., Any], operands: tuple[jax.Array | None, ...], y: jax.Array, states: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """`y` and the states after the chunks of sequences with several new tokens."""
         size = min(_CHUNK, self._tokens)
         chunks = jnp.where(self._counts > 1, -(-self._counts // size), 0)
         last = jnp.cumsum(chunks)
         padded = tuple(None if x is None else _padded(x, size) for x in operands)
 
-        def turn(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        def turn(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             y, states = carry
             sequence = jnp.searchsorted(last, i, side="right").astype(jnp.int32)
             start = self._starts[sequence] + (i - last[sequence] + chunks[sequence]) * size
@@ -195,46 +206,46 @@ class StepTokens:
         y, states = jax.lax.fori_loop(0, last[-1], turn, (_padded(y, size), states))
         return y[:, :, : self._tokens], states
 
-    def _before(self, name: str) -> Any:
+    def _before(self, name: str) -> jax.Array:
         """The states before the step, `[sequences, ...]`; 0 of sequences that begin."""
         states = self.pool[name][self._read]
         return jnp.where(self._begins.reshape(-1, *[1] * (states.ndim - 1)), 0, states)
 
-    def _after(self, name: str, states: Any) -> None:
+    def _after(self, name: str, states: jax.Array) -> None:
         """Writes the states after the step; of unused rows none."""
         pool = self.pool[name]
         slots = jnp.where(self._counts > 0, self._write, pool.shape[0])
         self.pool[name] = pool.at[slots].set(states.astype(pool.dtype), mode="drop")
 
 
-def _along(mask: Any, x: Any) -> Any:
+def _along(mask: jax.Array, x: jax.Array) -> jax.Array:
     """A mask of tokens in the shape that fits `[batch, heads, tokens, ...]`."""
     return mask.reshape(-1, *[1] * (x.ndim - 3))
 
 
-def _masked(x: Any, mask: Any) -> Any:
+def _masked(x: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(_along(mask, x), x, 0)
 
 
-def _slice(x: Any, start: Any, size: int) -> Any:
+def _slice(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, 2)
 
 
-def _padded(x: Any, size: int) -> Any:
+def _padded(x: jax.Array, size: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, 0), (0, size), *[(0, 0)] * (x.ndim - 3)])
 
 
-def _tokens(operands: tuple[Any, ...], index: Any) -> tuple[Any, ...]:
+def _tokens(operands: tuple[jax.Array | None, ...], index: jax.Array) -> tuple[jax.Array | None, ...]:
     """Those tokens of operands `[1, heads, tokens, ...]`."""
     return tuple(None if x is None else jnp.take(x, index, axis=2, mode="clip") for x in operands)
 
 
-def _rows_of_tokens(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def _rows_of_tokens(operands: tuple[jax.Array | None, ...]) -> tuple[jax.Array | None, ...]:
     """Operands with a row for each token, `[tokens, heads, 1, ...]`."""
     return tuple(None if x is None else jnp.swapaxes(x, 0, 2) for x in operands)
 
 
-def _scattered(y: Float[Array, "1 heads rows ..."], places: Any, count: int) -> Any:
+def _scattered(y: Float[Array, "1 heads rows ..."], places: jax.Array, count: int) -> jax.Array:
     """`[1, heads, count, ...]` with the rows of y at places below `count`, 0 elsewhere."""
     empty = jnp.zeros((*y.shape[:2], count, *y.shape[3:]), y.dtype)
     return empty.at[:, :, places].set(y, mode="drop")

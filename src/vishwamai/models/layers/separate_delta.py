@@ -71,7 +71,7 @@ class SeparateDelta(GatedDelta):
     def _filter(self, arrays: Arrays) -> jax.Array:
         return jnp.concatenate([arrays[f"delta_{name}_filter"][:, 0] for name in _NAMES])
 
-    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[Any, Any, Any, Any]:
+    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         qkv = jnp.concatenate([linear(x, arrays[f"delta_{name}"]) for name in _NAMES], axis=-1)
         gate, beta, decay = (linear(x, arrays[f"delta_{name}"]) for name in ("gate", "beta", "decay"))
         return qkv, gate, beta, decay
@@ -118,7 +118,7 @@ class KimiDelta(SeparateDelta):
             "delta_decay": matrix(dim, self.value_heads * self.key_dim, (None, None)),
         }
 
-    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[Any, Any, Any, Any]:
+    def _inputs(self, arrays: Arrays, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         qkv = jnp.concatenate([linear(x, arrays[f"delta_{name}"]) for name in _NAMES], axis=-1)
         gate, decay = (
             linear(linear(x, arrays[f"delta_{name}_down"]), arrays[f"delta_{name}"]) for name in ("gate", "decay")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import jax.numpy as jnp
 
 from vishwamai.core.activations import activate
+from vishwamai.core.types import PyTree
 from vishwamai.models.axes import ONE_DEVICE
 from vishwamai.models.blocks import linear, norm
 from vishwamai.models.layers.attention import Attention
@@ -27,6 +28,8 @@ from vishwamai.models.pages import MixedPool
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_parameter
 
 if TYPE_CHECKING:
+    import jax
+
     from vishwamai.models.config import ModelConfig
 
 EMBEDDED = "embedded"
@@ -44,7 +47,7 @@ class _Attention(Attention):
         wide = {name: (2 * config.hidden_size, table[name].shape[1]) for name in _THIN}
         return table | {name: dataclasses.replace(table[name], shape=shape) for name, shape in wide.items()}
 
-    def product(self, arrays: Arrays, name: str, x: Any) -> Any:
+    def product(self, arrays: Arrays, name: str, x: jax.Array) -> jax.Array:
         out = super().product(arrays, name, x)
         return out + _thin(arrays, name, name, x) if f"{name}_enter" in arrays else out
 
@@ -143,12 +146,12 @@ class SharedBlockAndMamba(PagedMamba):
         self,
         config: ModelConfig,
         arrays: Arrays,
-        x: Any,
+        x: jax.Array,
         tokens: Rows | Step,
-        pool: Any,
+        pool: PyTree,
         first: Any,
         memory: Mapping[str, Any],
-    ) -> tuple[Any, Any, Mapping[str, Any]]:
+    ) -> tuple[jax.Array, PyTree, Mapping[str, Any]]:
         """The output for the stream `x`, without a norm, as of `Mixer.step`, and the pool and the memory after it.
 
         Args:
@@ -181,16 +184,16 @@ class SharedBlockAndMamba(PagedMamba):
         products = sum(2.0 * math.prod(parameter.shape) for parameter in block if len(parameter.shape) > 1)
         return super().mixing_flops(config, length) + self.attention.mixing_flops(config, length) + products
 
-    def _unit(self, config: ModelConfig, arrays: Arrays, x: Any) -> Any:
+    def _unit(self, config: ModelConfig, arrays: Arrays, x: jax.Array) -> jax.Array:
         """The gated unit, with its thin products; over the axis `tensor`, this device's part of a sum."""
         gate, up = (linear(x, arrays[name]) + _thin(arrays, "unit", name, x) for name in ("gate", "up"))
         return linear(activate(config.activation, gate) * up, arrays["down"])
 
 
-def first_memory(config: ModelConfig, x: Any) -> dict[str, Any]:
+def first_memory(config: ModelConfig, x: jax.Array) -> dict[str, Any]:
     """What the layers of a model with shared blocks pass on before the first of them: the embeddings."""
     return {EMBEDDED: x} if any(isinstance(kind.mixer, SharedBlockAndMamba) for kind in config.layers) else {}
 
 
-def _thin(arrays: Arrays, enter: str, leave: str, x: Any) -> Any:
+def _thin(arrays: Arrays, enter: str, leave: str, x: jax.Array) -> jax.Array:
     return linear(linear(x, arrays[f"{enter}_enter"]), arrays[f"{leave}_leave"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -18,6 +18,8 @@ from vishwamai.models.layers.recurrent import Recurrent, Tokens
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix
 
 if TYPE_CHECKING:
+    import jax
+
     from vishwamai.models.config import ModelConfig
 
 
@@ -52,7 +54,7 @@ class ShortConv(Recurrent):
     def state(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {"filter": (self.width - 1, config.hidden_size)}
 
-    def mix(self, config: ModelConfig, arrays: Arrays, x: Any, tokens: Tokens) -> Any:
+    def mix(self, config: ModelConfig, arrays: Arrays, x: jax.Array, tokens: Tokens) -> jax.Array:
         enter, leave, value = jnp.split(linear(x, arrays["conv_inputs"]), 3, axis=-1)
         kernel = arrays["conv_filter"][:, 0].astype(x.dtype)
         mixed = leave * tokens.convolve("filter", enter * value, kernel)

@@ -38,6 +38,7 @@ def bias_gradient(
     """
     ROWS: tl.constexpr = QUERIES.ROWS
     COLUMNS: tl.constexpr = KEYS.ROWS
+    # Extents of the bias along the axes that it has: one program for each of its tiles.
     owned_b = sizes.batch if OWN.BATCH else 1
     owned_h = sizes.q_heads if OWN.HEADS else 1
     q_tiles, kv_tiles = tl.cdiv(sizes.q_len, ROWS), tl.cdiv(sizes.kv_len, COLUMNS)
@@ -55,6 +56,7 @@ def bias_gradient(
     values = source_of(value, sizes.batch, sizes.kv_heads, sizes.kv_len, VALUES)
     PRECISE: tl.constexpr = query.ptr.dtype.element_ty == tl.float32
     dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    # The tiles of logits that this tile of the bias is added to.
     for i in tl.range(0, sizes.batch // owned_b * many_h * many_q * many_k):
         column = (at_k + i % many_k) * COLUMNS
         row = (at_q + i // many_k % many_q) * ROWS
@@ -75,6 +77,7 @@ def bias_gradient(
             s, t = logits(s, rows, columns, b, h, terms, sizes, LOGITS, EDGE, PRECISE)
             if walk.patterns_ptr is not None:
                 s = masked_logits(s, tile - 1, walk.patterns_ptr, rows - row, columns - column, ROWS, COLUMNS)
+            # At most 1: products in another order than the forward pass may exceed lse. NaN stays NaN.
             p = tl.exp2(tl.minimum(s - lse[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
             dout = load_rows(douts, dout_rows, b, h, row, sizes.q_len, DOUTS)
             v = load_rows(values, value, b, kv_h, column, sizes.kv_len, VALUES)
@@ -120,7 +123,7 @@ def sink_gradient(
             rows = row + tl.arange(0, COLUMNS)
             offsets = plane.to(tl.int64) * q_len + rows
             lse = tl.load(lse_ptr + offsets, mask=rows < q_len, other=float("inf"))
-            lse = tl.where(lse == float("-inf"), float("inf"), lse)
+            lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that sees nothing: a share of 0
             share = tl.exp2((sink - lse) * LOG2E)
             total -= share * tl.load(delta_ptr + offsets, mask=rows < q_len, other=0.0)
     tl.store(dsinks_ptr + program, tl.sum(total, 0).to(dsinks_ptr.dtype.element_ty))

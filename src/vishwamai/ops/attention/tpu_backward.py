@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
 from vishwamai.core.sharding import match_varying
-from vishwamai.core.types import AnyArray, PyTree, Ref
+from vishwamai.core.types import AnyArray, IndexMap, PyTree, Ref
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 from vishwamai.ops.attention.tpu_backward_walk import Form, Pass, Walk, sum_shape
 from vishwamai.ops.attention.tpu_backward_walk import body as walk_body
@@ -21,6 +21,9 @@ from vishwamai.ops.attention.tpu_dbias import bias_gradient
 from vishwamai.ops.attention.tpu_masks import AttentionRefs, needs_mask_everywhere
 from vishwamai.ops.attention.tpu_operands import array_operands, pad_axis, scalar_operands, shown_operand, statistics
 from vishwamai.ops.attention.tpu_schedule import Home, Panel, Tiling, make_schedule, query_homes
+
+if TYPE_CHECKING:
+    pass
 
 
 def backward(
@@ -77,8 +80,8 @@ def _products(
     q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
     q_size, kv_size = q_blocks * tiling.block_q, kv_blocks * tiling.block_kv
 
-    def place(index: Any) -> Any:
-        def index_map(b: AnyArray, h: AnyArray, step: AnyArray, panels: Any, *_: Any) -> PyTree:
+    def place(index: IndexMap) -> IndexMap:
+        def index_map(b: AnyArray, h: AnyArray, step: AnyArray, panels: Ref, *_: Ref) -> PyTree:
             panel = Panel(panels, schedule.first_step(h) + step)
             return index(b, h * spec.group + panel.g, panel.q, panel.kv)
 
@@ -93,7 +96,7 @@ def _products(
             block, place(lambda b, h, q, kv: (b, lax.div(h, np.int32(spec.group)), kv, 0)), keys=True
         )
 
-    def at_home(b: AnyArray, h: AnyArray, step: jax.Array, panels: Ref, homes: Ref, *_: Any) -> PyTree:
+    def at_home(b: AnyArray, h: AnyArray, step: jax.Array, panels: Ref, homes: Ref, *_: Ref) -> PyTree:
         home = Home(homes, schedule.first_step(h) + step)
         return b, h * spec.group + home.g, home.q, 0
 
@@ -116,7 +119,7 @@ def _products(
     shape = (spec.batch, spec.q_heads, q_size, spec.qk_dim)
     kv_shape = (spec.batch, spec.kv_heads, kv_size)
 
-    def transposes(panel: int, dim: int, block: int, dtype: Any) -> Any:
+    def transposes(panel: int, dim: int, block: int, dtype: jnp.dtype) -> object:
         return pltpu.VMEM((panel, dim, block), dtype)
 
     scratch: dict[str, object] = {}
@@ -158,7 +161,7 @@ def _products(
         aliases = {"dq_zeros": "dq_sum"}
         scratch |= {"dq": pltpu.VMEM((q_rows, spec.qk_dim), jnp.float32), "copied": pltpu.SemaphoreType.DMA}
 
-    def body(**refs: Any) -> None:
+    def body(**refs: Ref) -> None:
         walk_body(AttentionRefs(**refs), plan)
 
     results = call(

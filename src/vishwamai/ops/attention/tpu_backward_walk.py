@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.tiles import Tiles
-from vishwamai.core.types import AnyArray
 from vishwamai.ops.attention.spec import AttentionSpec
 from vishwamai.ops.attention.tpu_forward import for_blocks, rows_of, shown_keys, tile_reader, unless_idle
 from vishwamai.ops.attention.tpu_masks import AttentionRefs, dot, probabilities, query_factor, tile_at, transposed
@@ -113,7 +112,7 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
             refs.dk_sum[j] = jnp.zeros(refs.dk_sum.shape[1:], jnp.float32)
             refs.dv_sum[j] = jnp.zeros(refs.dv_sum.shape[1:], jnp.float32)
 
-    def start_queries(i: AnyArray) -> None:
+    def start_queries(i: jax.Array) -> None:
         rows = rows_of(i, block_q)
         if phase.dkv and not plan.form.streaming:
             refs.q_t[i] = transposed(refs.query[rows, :])
@@ -121,7 +120,7 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
         if phase.dq and home is None:
             refs.dq_t[i] = jnp.zeros(refs.dq_t.shape[1:], jnp.float32)
 
-    def clear_queries(i: AnyArray) -> None:
+    def clear_queries(i: jax.Array) -> None:
         refs.dq_t[first_query + i] = jnp.zeros(refs.dq_t.shape[1:], jnp.float32)
 
     # What stays for the whole accumulation is prepared when it begins, what passes by at every step.
@@ -134,7 +133,7 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
         pl.when(panel.begins)(lambda: for_blocks(tiling.panel_q, start_queries))
         for_blocks(tiling.panel_kv, start_keys)
 
-    def visit(word: AnyArray, masked: bool) -> None:
+    def visit(word: jax.Array, masked: bool) -> None:
         tile = tile_at(word, tiling, panel.q, panel.kv)
         keys, queries = rows_of(tile.j, block_kv), rows_of(tile.i, block_q)
         # Scaled as they are: here the matrix units have the most to do, and a scaled copy of the queries would be made
@@ -156,7 +155,7 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
     read, counts = tile_reader(spec, tiling, plan.schedule, refs, batch, panel)
     visit_tiles(read, counts, visit, tiling.unroll)
 
-    def finish_queries(i: AnyArray) -> None:
+    def finish_queries(i: jax.Array) -> None:
         refs.dq[rows_of(i, block_q), :] = (refs.dq_t[first_query + i] * spec.scale).T.astype(refs.dq.dtype)
 
     def finish_keys(j: jax.Array) -> None:
@@ -177,7 +176,9 @@ def _step(refs: AttentionRefs, panel: Panel, home: Home | None, plan: Walk) -> N
         pl.when(panel.ends)(lambda: for_blocks(tiling.panel_kv, finish_keys))
 
 
-def _add_queries(refs: AttentionRefs, spec: AttentionSpec, tiling: Tiling, batch: Any, head: Any, q_panel: Any) -> None:
+def _add_queries(
+    refs: AttentionRefs, spec: AttentionSpec, tiling: Tiling, batch: jax.Array, head: jax.Array, q_panel: jax.Array
+) -> None:
     """Adds a panel's share of dq to what earlier key panels have left in HBM."""
     size = tiling.panel_q * tiling.block_q
     home = refs.dq_sum.at[batch, head, pl.ds(pl.multiple_of(q_panel * size, 128), size), :]
@@ -185,7 +186,7 @@ def _add_queries(refs: AttentionRefs, spec: AttentionSpec, tiling: Tiling, batch
     fetch.start()
     fetch.wait()  # nothing hides it: the sum below needs it
 
-    def add(i: Any) -> None:
+    def add(i: jax.Array) -> None:
         rows = rows_of(i, tiling.block_q)
         refs.dq[rows, :] += (refs.dq_t[i] * spec.scale).T
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from vishwamai.core.pallas import call
-from vishwamai.core.types import AnyArray, PyTree
+from vishwamai.core.types import AnyArray, IndexMap, PyTree, Ref
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 from vishwamai.ops.attention.tpu_masks import AttentionRefs, ScoreTile, dot, probabilities, scaled_query
 from vishwamai.ops.attention.tpu_operands import array_operands, pad_axis, scalar_operands, shown_operand, statistics
@@ -88,7 +88,7 @@ def bias_gradient(
     # Summed axes are the inner ones of the grid, so that a block of the result is finished before the next.
     order = (*kept_axes, *(n for n in range(4) if n not in kept_axes))
 
-    def place(index: Any) -> Any:
+    def place(index: IndexMap) -> IndexMap:
         def index_map(*args: PyTree) -> PyTree:
             ids = dict(zip(order, args[:4], strict=True))
             return index(ids[0], ids[1], ids[2], ids[3])
@@ -134,7 +134,7 @@ def bias_gradient(
         shape, out_block = (1, 1), (1, 1)
         where = place(lambda b, h, q, kv: index(b, h, 0, 0))
 
-    def body(**refs: Any) -> None:
+    def body(**refs: Ref) -> None:
         _body(AttentionRefs(**refs), spec=spec, tiling=tiling, order=order, kept_axes=len(kept_axes))
 
     (gradient,) = call(

@@ -9,7 +9,7 @@ together with the exponentials of this one.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
-from vishwamai.core.types import AnyArray, PyTree, Ref
+from vishwamai.core.types import AnyArray, IndexMap, PyTree, Ref
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 from vishwamai.ops.attention.tpu_masks import (
     LN2,
@@ -35,7 +35,7 @@ from vishwamai.ops.attention.tpu_masks import (
 )
 from vishwamai.ops.attention.tpu_operands import array_operands, pad_axis, scalar_operands, shown_operand
 from vishwamai.ops.attention.tpu_schedule import Panel, TileSchedule, Tiling, make_schedule
-from vishwamai.ops.attention.tpu_walk import live_tiles, walk
+from vishwamai.ops.attention.tpu_walk import Range, Read, live_tiles, walk
 
 
 def tile_reader(
@@ -45,12 +45,12 @@ def tile_reader(
     refs: AttentionRefs,
     batch: AnyArray,
     panel: Panel,
-) -> tuple[AnyArray, tuple[AnyArray, AnyArray]]:
+) -> tuple[Read, tuple[jax.Array, jax.Array]]:
     """(tile by position, (unmasked tiles, all tiles)) of the current panel, less what segments or positions hide."""
     number = 3 * panel.tiles  # `counts` has (unmasked, all, start) for each panel
     counts, start = (refs.counts[number], refs.counts[number + 1]), refs.counts[number + 2]
 
-    def static(t: Any) -> Any:
+    def static(t: AnyArray) -> jax.Array:
         return refs.tiles[start + t]  # a word that `tile_at` reads
 
     if not spec.by_value:
@@ -60,7 +60,7 @@ def tile_reader(
     keys_shared = o.kv_segment_ids is None or o.kv_segment_ids.shape[0] == 1
     q_blocks, kv_blocks = tiling.blocks(spec)
 
-    def ranges(ref: Ref, shared: bool, blocks: int, first: AnyArray) -> Any:
+    def ranges(ref: Ref, shared: bool, blocks: int, first: AnyArray) -> Range:
         offset = (0 if shared else batch) * blocks + first
         return lambda n: (ref[2 * (offset + n)], ref[2 * (offset + n) + 1])
 
@@ -77,7 +77,7 @@ def tile_reader(
     return (lambda t: refs.live[t]), counts
 
 
-def for_blocks(count: int, body: Any) -> None:
+def for_blocks(count: int, body: Callable[[jax.Array], None]) -> None:
     """Runs `body(n)` for every block of a panel."""
 
     def step(n: AnyArray, carry: None) -> None:
@@ -87,17 +87,17 @@ def for_blocks(count: int, body: Any) -> None:
     lax.fori_loop(0, count, step, None)
 
 
-def rows_of(n: AnyArray, size: int) -> Any:
+def rows_of(n: AnyArray, size: int) -> slice | pl.Slice:
     """Rows of block `n`."""
     return pl.ds(pl.multiple_of(n * size, 128), size)
 
 
-def shown_keys(refs: AttentionRefs, j: AnyArray) -> AnyArray:
+def shown_keys(refs: AttentionRefs, j: jax.Array) -> jax.Array | None:
     """`[1, block_kv]`: 0 for keys of block `j` that no query sees; None where the kernel has no such keys."""
     return None if refs.exposed is None else refs.exposed[j]
 
 
-def unless_idle(panel: Panel, schedule: TileSchedule, body: Any) -> None:
+def unless_idle(panel: Panel, schedule: TileSchedule, body: Callable[[], None]) -> None:
     """Runs `body()`, but in the idle steps that only walks of different lengths have."""
     if len(schedule.panels) == 1:
         body()
@@ -190,8 +190,8 @@ def forward(spec: AttentionSpec, tiling: Tiling, vmem_bytes: int, operands: Oper
     schedule = make_schedule(spec, tiling, masked=needs_mask_everywhere(spec), kv_major=False)
     q_rows, kv_rows = tiling.panel_q * tiling.block_q, tiling.panel_kv * tiling.block_kv
 
-    def place(index: Any) -> Any:
-        def index_map(b: AnyArray, h: AnyArray, g: AnyArray, step: AnyArray, panels: Any, *_: Any) -> PyTree:
+    def place(index: IndexMap) -> IndexMap:
+        def index_map(b: AnyArray, h: AnyArray, g: AnyArray, step: AnyArray, panels: Ref, *_: Ref) -> PyTree:
             head = h * spec.group + g
             panel = Panel(panels, schedule.first_step(head) + step)
             return index(b, head, panel.q, panel.kv)
@@ -254,7 +254,7 @@ def forward(spec: AttentionSpec, tiling: Tiling, vmem_bytes: int, operands: Oper
     if spec.by_value:
         scratch |= {name: pltpu.SMEM((schedule.length,), jnp.int32) for name in ("live", "spare")}
 
-    def body(**refs: Any) -> None:
+    def body(**refs: Ref) -> None:
         _body(AttentionRefs(**refs), spec=spec, tiling=tiling, schedule=schedule, kv_panels=kv_panels)
 
     out, logsumexp = call(

@@ -9,7 +9,7 @@ tile.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from vishwamai.core import dropout
 from vishwamai.core.pallas import LANES
-from vishwamai.core.types import AnyArray, Ref
+from vishwamai.core.types import ABSENT, AnyArray, Ref
 from vishwamai.ops.attention.spec import AttentionSpec
 from vishwamai.ops.attention.tpu_schedule import Tiling, unpack_tile
 
@@ -79,55 +79,55 @@ class AttentionRefs(NamedTuple):
 
     # Prefetched scalars: the schedule, see `tpu_schedule`; ranges of segment ids or of the keys that positions reach,
     # see `tpu_operands.block_ranges`; sinks in base 2, seeds of dropout.
-    panels: Any = None
-    homes: Any = None
-    tiles: Any = None
-    counts: Any = None
-    q_range: Any = None
-    kv_range: Any = None
-    sinks: AnyArray = None
-    seeds: Any = None
-    tile_ids: Any = None  # [heads or 1, q blocks, kv blocks], flat: patterns of the bias gradient's tiles
+    panels: Ref = ABSENT
+    homes: Ref = ABSENT
+    tiles: Ref = ABSENT
+    counts: Ref = ABSENT
+    q_range: Ref = ABSENT
+    kv_range: Ref = ABSENT
+    sinks: Ref = ABSENT
+    seeds: Ref = ABSENT
+    tile_ids: Ref = ABSENT  # [heads or 1, q blocks, kv blocks], flat: patterns of the bias gradient's tiles
     # Operands.
-    query: AnyArray = None  # [panel_q * block_q, D]
-    do: Any = None  # [panel_q * block_q, Dv]
-    key: Any = None  # [panel_kv * block_kv, D]
-    value: Any = None  # [panel_kv * block_kv, Dv]
-    logsumexp: Any = None  # [panel_q, 1, block_q], of the forward pass a result
-    delta: AnyArray = None  # [panel_q, 1, block_q]: rowsum(dO * O)
-    bias: AnyArray = None
-    mask: AnyArray = None
-    patterns: Any = None  # [patterns, words, block_q]
-    q_ids: Any = None  # [panel_q, 1, block_q]
-    kv_ids: Any = None  # [panel_kv, 1, block_kv]
-    exposed: Any = None  # [panel_kv, 1, block_kv]: 1 for the keys of `masks.exposed_keys`
-    q_positions: Any = None  # [panel_q, 1, block_q]
-    slopes: Any = None  # [1, 1]: ALiBi's, times log2(e)
-    dq_zeros: Any = None  # the memory of `dq_sum`
+    query: Ref = ABSENT  # [panel_q * block_q, D]
+    do: Ref = ABSENT  # [panel_q * block_q, Dv]
+    key: Ref = ABSENT  # [panel_kv * block_kv, D]
+    value: Ref = ABSENT  # [panel_kv * block_kv, Dv]
+    logsumexp: Ref = ABSENT  # [panel_q, 1, block_q], of the forward pass a result
+    delta: Ref = ABSENT  # [panel_q, 1, block_q]: rowsum(dO * O)
+    bias: Ref = ABSENT
+    mask: Ref = ABSENT
+    patterns: Ref = ABSENT  # [patterns, words, block_q]
+    q_ids: Ref = ABSENT  # [panel_q, 1, block_q]
+    kv_ids: Ref = ABSENT  # [panel_kv, 1, block_kv]
+    exposed: Ref = ABSENT  # [panel_kv, 1, block_kv]: 1 for the keys of `masks.exposed_keys`
+    q_positions: Ref = ABSENT  # [panel_q, 1, block_q]
+    slopes: Ref = ABSENT  # [1, 1]: ALiBi's, times log2(e)
+    dq_zeros: Ref = ABSENT  # the memory of `dq_sum`
     # Results.
-    out: Any = None  # [panel_q * block_q, Dv]
-    dk: Any = None  # [panel_kv * block_kv, D]
-    dv: Any = None  # [panel_kv * block_kv, Dv]
-    dq: Any = None  # [panel_q * block_q, D]; a scratch where dq is summed in HBM
-    dq_sum: Any = None  # [B, Hq, Tq, D] in HBM
-    dbias: Any = None
+    out: Ref = ABSENT  # [panel_q * block_q, Dv]
+    dk: Ref = ABSENT  # [panel_kv * block_kv, D]
+    dv: Ref = ABSENT  # [panel_kv * block_kv, Dv]
+    dq: Ref = ABSENT  # [panel_q * block_q, D]; a scratch where dq is summed in HBM
+    dq_sum: Ref = ABSENT  # [B, Hq, Tq, D] in HBM
+    dbias: Ref = ABSENT
     # Scratch: transposed blocks, and sums.
-    q_scaled: Any = None  # [panel_q * block_q, D]
-    v_t: Any = None  # [panel_kv, Dv, block_kv]
-    acc: Any = None  # [panel_q, Dv, block_q]
-    m: Any = None  # [panel_q, 1, block_q]: running maximum
-    l: Any = None  # [panel_q, 8, block_q]: running sum, in eight rows
-    scores_0: Any = None  # [block_kv, block_q]
-    scores_1: Any = None
-    dk_sum: Any = None  # [panel_kv, *tpu_backward_walk.sum_shape]
-    dv_sum: Any = None
-    q_t: Any = None  # [panel_q, D, block_q]
-    do_t: Any = None  # [panel_q, Dv, block_q]
-    k_t: Any = None  # [panel_kv, D, block_kv]
-    dq_t: Any = None  # [panel_q, or all blocks of a group's queries, D, block_q]
-    live: Any = None  # the panel's list of tiles, after the segments
-    spare: Any = None
-    copied: Any = None
+    q_scaled: Ref = ABSENT  # [panel_q * block_q, D]
+    v_t: Ref = ABSENT  # [panel_kv, Dv, block_kv]
+    acc: Ref = ABSENT  # [panel_q, Dv, block_q]
+    m: Ref = ABSENT  # [panel_q, 1, block_q]: running maximum
+    l: Ref = ABSENT  # [panel_q, 8, block_q]: running sum, in eight rows
+    scores_0: Ref = ABSENT  # [block_kv, block_q]
+    scores_1: Ref = ABSENT
+    dk_sum: Ref = ABSENT  # [panel_kv, *tpu_backward_walk.sum_shape]
+    dv_sum: Ref = ABSENT
+    q_t: Ref = ABSENT  # [panel_q, D, block_q]
+    do_t: Ref = ABSENT  # [panel_q, Dv, block_q]
+    k_t: Ref = ABSENT  # [panel_kv, D, block_kv]
+    dq_t: Ref = ABSENT  # [panel_q, or all blocks of a group's queries, D, block_q]
+    live: Ref = ABSENT  # the panel's list of tiles, after the segments
+    spare: Ref = ABSENT
+    copied: Ref = ABSENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,14 +136,14 @@ class ScoreTile:
     the block mask.
     """
 
-    i: Any
-    j: Any
-    row: Any
-    column: Any
-    pattern: Any
+    i: AnyArray
+    j: AnyArray
+    row: jax.Array
+    column: jax.Array
+    pattern: int | jax.Array
 
 
-def tile_at(word: AnyArray, tiling: Tiling, q_panel: AnyArray, kv_panel: AnyArray) -> ScoreTile:
+def tile_at(word: jax.Array, tiling: Tiling, q_panel: jax.Array, kv_panel: jax.Array) -> ScoreTile:
     """Unpacks a word of the schedule."""
     i, j, pattern = unpack_tile(word)
     row = (q_panel * tiling.panel_q + i) * tiling.block_q
@@ -274,7 +274,7 @@ def base2_logits(
     return s, slope
 
 
-def keep_mask(spec: AttentionSpec, tiling: Tiling, refs: AttentionRefs, tile: ScoreTile, head: Any) -> jax.Array:
+def keep_mask(spec: AttentionSpec, tiling: Tiling, refs: AttentionRefs, tile: ScoreTile, head: jax.Array) -> jax.Array:
     """Which positions of a tile dropout keeps. `head` is the flat index batch * Hq + head."""
     rows = tile.row + lax.broadcasted_iota(jnp.int32, (1, tiling.block_q), 1)
     columns = tile.column + lax.broadcasted_iota(jnp.int32, (tiling.block_kv, 1), 0)
@@ -288,7 +288,7 @@ def probabilities(
     tile: ScoreTile,
     s: jax.Array,
     dp: jax.Array,
-    head: AnyArray,
+    head: jax.Array,
     masked: bool,
     of_bias: bool = False,
 ) -> tuple[jax.Array, jax.Array]:

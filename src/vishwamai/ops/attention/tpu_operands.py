@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from vishwamai.core.pallas import TPU_DTYPES
-from vishwamai.core.types import AnyArray, PyTree
+from vishwamai.core.types import AnyArray, IndexMap, PyTree
 from vishwamai.ops.attention.masks import exposed_keys
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 from vishwamai.ops.attention.tpu_masks import LOG2E, is_dense
 from vishwamai.ops.attention.tpu_schedule import Tiling
 from vishwamai.ops.attention.tpu_walk import id_ranges
+
+Place: TypeAlias = Callable[[IndexMap], IndexMap]
+"""From an index map of (batch, head, q panel, kv panel) to one of a pass's grid."""
 
 
 def pad_axis(x: AnyArray, axis: int, size: int, mode: str = "constant") -> AnyArray:
@@ -63,10 +67,12 @@ def block_ranges(spec: AttentionSpec, tiling: Tiling, operands: Operands) -> dic
 
 
 def _padded_positions(spec: AttentionSpec, tiling: Tiling, operands: Operands) -> jax.Array:
+    # The last position again, so that padding widens no range of a block.
     return pad_axis(operands.q_positions, 1, tiling.blocks(spec)[0] * tiling.block_q, "edge")
 
 
 def _padded_ids(spec: AttentionSpec, tiling: Tiling, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    # The last id again, so that padding widens no range of a block.
     q_blocks, kv_blocks = tiling.blocks(spec)
     return (
         pad_axis(operands.q_segment_ids, 1, q_blocks * tiling.block_q, "edge"),
@@ -75,7 +81,7 @@ def _padded_ids(spec: AttentionSpec, tiling: Tiling, operands: Operands) -> tupl
 
 
 def array_operands(
-    spec: AttentionSpec, tiling: Tiling, operands: Operands, place: Any
+    spec: AttentionSpec, tiling: Tiling, operands: Operands, place: Place
 ) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
     """Bias, mask, segment ids and positions with their block specs.
 
@@ -91,12 +97,14 @@ def array_operands(
         if x is None:
             continue
         if name == "mask":
+            # A dense mask moves a quarter of the bytes as int8; a vector of it is read as 32-bit rows.
             x = x.astype(jnp.int8 if is_dense(x) else jnp.float32)
         elif not is_dense(x) or x.dtype not in TPU_DTYPES:
             x = x.astype(jnp.float32)
         arrays[name] = _broadcast_operand(spec, tiling, x, place)
     words = pattern_words(spec, tiling)
     if words is not None:
+        # All patterns, the same in every step: they are read once and need one buffer.
         block = pl.BlockSpec(words.shape, place(lambda b, h, q, kv: (0, 0, 0)), pipeline_mode=pl.Buffered(1))
         arrays["patterns"] = (jnp.asarray(words), block)
     if operands.q_segment_ids is not None:
@@ -113,7 +121,7 @@ def array_operands(
 
 
 def shown_operand(
-    spec: AttentionSpec, tiling: Tiling, operands: Operands, place: Any
+    spec: AttentionSpec, tiling: Tiling, operands: Operands, place: Place
 ) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
     """`exposed`: which keys `masks.exposed_keys` leaves, float32 `[B or 1, Hkv or 1, blocks, 1, block_kv]`; nothing
     where no key is known to be hidden from all queries. `place` as in `array_operands`.
@@ -150,7 +158,7 @@ def pattern_words(spec: AttentionSpec, tiling: Tiling) -> np.ndarray | None:
 
 
 def statistics(
-    spec: AttentionSpec, tiling: Tiling, logsumexp: jax.Array, delta: jax.Array, place: Any
+    spec: AttentionSpec, tiling: Tiling, logsumexp: jax.Array, delta: jax.Array, place: Place
 ) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
     """logsumexp in base 2 and delta, `[B, Hq, blocks, 1, block_q]`. Rows that attend to nothing, and padding, get +inf:
     a probability of 0.
@@ -168,7 +176,9 @@ def statistics(
     }
 
 
-def _broadcast_operand(spec: AttentionSpec, tiling: Tiling, x: jax.Array, place: Any) -> tuple[jax.Array, pl.BlockSpec]:
+def _broadcast_operand(
+    spec: AttentionSpec, tiling: Tiling, x: jax.Array, place: Place
+) -> tuple[jax.Array, pl.BlockSpec]:
     """`[B|1, H|1, Tq|1, Tk|1]` as a kernel reads it."""
     batch, heads, rows, columns = x.shape
     q_blocks, kv_blocks = tiling.blocks(spec)

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.experimental import pallas as pl
 
 from vishwamai.core.tiles import Tiles, size
-from vishwamai.core.types import AnyArray, PyTree
+from vishwamai.core.types import AnyArray, IndexMap, Ref
 from vishwamai.ops.attention.block_mask import live_tiles as mask_tiles
 from vishwamai.ops.attention.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +47,7 @@ class Tiling(Tiles):
     buffers: int = 2
     kv_buffers: int = 2
 
-    def block_spec(
-        self, block: tuple[int | None, ...], index_map: Callable[..., Any], keys: bool = False
-    ) -> pl.BlockSpec:
+    def block_spec(self, block: tuple[int | None, ...], index_map: IndexMap, keys: bool = False) -> pl.BlockSpec:
         """A block spec of the queries' side, or of the keys', with its number of buffers."""
         buffers = self.kv_buffers if keys else self.buffers
         return pl.BlockSpec(block, index_map, pipeline_mode=None if buffers == 2 else pl.Buffered(buffers))
@@ -69,7 +69,7 @@ def pack_tile(i: AnyArray, j: AnyArray, pattern: AnyArray = 0) -> AnyArray:
     return i + (j << 10) + (pattern << 20)
 
 
-def unpack_tile(word: AnyArray) -> tuple[PyTree, PyTree, PyTree]:
+def unpack_tile(word: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
     """(local q block, local kv block, pattern) of a word."""
     return word & 0x3FF, (word >> 10) & 0x3FF, word >> 20
 
@@ -105,7 +105,7 @@ class TileSchedule:
         """Words of scalar memory."""
         return self.panels.size + self.tiles.size + self.counts.size
 
-    def first_step(self, walk: AnyArray) -> Any:
+    def first_step(self, walk: int | jax.Array) -> int | jax.Array:
         """Where the steps of a walk start; 0 where one walk serves all heads."""
         return 0 if len(self.panels) == 1 else walk * self.steps
 
@@ -114,35 +114,35 @@ class TileSchedule:
 class Panel:
     """One step of the grid, unpacked from `TileSchedule.panels` (flat)."""
 
-    words: Any
-    step: Any
+    words: Ref | np.ndarray
+    step: int | jax.Array
 
     @property
-    def q(self) -> AnyArray:
+    def q(self) -> jax.Array:
         return self.words[2 * self.step] & 0xFFFF
 
     @property
-    def kv(self) -> AnyArray:
+    def kv(self) -> jax.Array:
         return self.words[2 * self.step] >> 16
 
     @property
-    def g(self) -> AnyArray:
+    def g(self) -> jax.Array:
         return self.words[2 * self.step + 1] & 0x1FFF
 
     @property
-    def idle(self) -> Any:
+    def idle(self) -> jax.Array:
         return (self.words[2 * self.step + 1] & 0x2000) != 0
 
     @property
-    def begins(self) -> AnyArray:
+    def begins(self) -> jax.Array:
         return (self.words[2 * self.step + 1] & 0x4000) != 0
 
     @property
-    def ends(self) -> AnyArray:
+    def ends(self) -> jax.Array:
         return (self.words[2 * self.step + 1] & 0x8000) != 0
 
     @property
-    def tiles(self) -> AnyArray:
+    def tiles(self) -> jax.Array:
         return self.words[2 * self.step + 1] >> 16
 
 
@@ -152,26 +152,26 @@ class Home:
     `query_homes` (flat).
     """
 
-    words: Any
-    step: Any
+    words: Ref
+    step: jax.Array
 
     @property
-    def q(self) -> AnyArray:
+    def q(self) -> jax.Array:
         """The q panel that is written next, in this step or later: the output's block until then."""
         return self.words[self.step] & 0xFFFF
 
     @property
-    def g(self) -> AnyArray:
+    def g(self) -> jax.Array:
         """Its query head within the walk."""
         return (self.words[self.step] >> 16) & 0x1FFF
 
     @property
-    def first(self) -> AnyArray:
+    def first(self) -> jax.Array:
         """Whether the step is the first that adds to its own q panel's dq."""
         return (self.words[self.step] & 1 << 29) != 0
 
     @property
-    def last(self) -> AnyArray:
+    def last(self) -> jax.Array:
         """Whether it is the last one, which writes it."""
         return (self.words[self.step] & 1 << 30) != 0
 

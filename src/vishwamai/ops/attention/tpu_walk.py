@@ -5,7 +5,7 @@ sees.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import Ref
 from vishwamai.ops.attention.tpu_schedule import unpack_tile
+
+Read: TypeAlias = "Callable[[int | jax.Array], jax.Array]"
+"""A tile of a list, as one word, by its position."""
+Range: TypeAlias = "Callable[[jax.Array], tuple[jax.Array, jax.Array]]"
+"""(smallest, largest) number of a local block."""
 
 
 def id_ranges(ids: jax.Array, block: int) -> jax.Array:
@@ -24,14 +29,14 @@ def id_ranges(ids: jax.Array, block: int) -> jax.Array:
 
 
 def live_tiles(
-    read: Callable[[Any], Any],
-    counts: tuple[AnyArray, AnyArray],
-    q_range: Callable[[Any], tuple[Any, Any]],
-    kv_range: Callable[[Any], tuple[Any, Any]],
-    out_ref: Any,
-    spare_ref: Any,
+    read: Read,
+    counts: tuple[jax.Array, jax.Array],
+    q_range: Range,
+    kv_range: Range,
+    out_ref: Ref,
+    spare_ref: Ref,
     unroll: int,
-) -> tuple[AnyArray, AnyArray]:
+) -> tuple[jax.Array, jax.Array]:
     """Writes to `out_ref` the tiles whose ranges overlap, the unmasked first; returns the new counts.
 
     Args:
@@ -41,7 +46,7 @@ def live_tiles(
     """
     plain, count = counts
 
-    def visit(t: AnyArray, counts: tuple[AnyArray, AnyArray]) -> tuple[AnyArray, AnyArray]:
+    def visit(t: jax.Array, counts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         n_plain, n_rest = counts
         tile = read(t)
         i, j, _ = unpack_tile(tile)
@@ -57,7 +62,7 @@ def live_tiles(
 
     n_plain, n_rest = lax.fori_loop(0, count, visit, (jnp.int32(0), jnp.int32(0)))
 
-    def move(t: AnyArray, carry: None) -> None:
+    def move(t: jax.Array, carry: None) -> None:
         out_ref[n_plain + t] = spare_ref[t]
         return carry
 
@@ -69,10 +74,10 @@ def live_tiles(
 
 
 def walk(
-    read: Callable[[Any], Any],
-    counts: tuple[AnyArray, AnyArray],
-    produce: Callable[[Any, int], None],
-    consume: Callable[[Any, int, bool], None],
+    read: Read,
+    counts: tuple[jax.Array, jax.Array],
+    produce: Callable[[jax.Array, int], None],
+    consume: Callable[[jax.Array, int, bool], None],
     unroll: int,
 ) -> None:
     """Walks a list of tiles: the products that make the next tile's scores are issued together with the work on this
@@ -88,18 +93,18 @@ def walk(
     # Scores alternate between two buffers, so that the products of one tile overlap the softmax of the tile before.
     produce(read(0), 0)
 
-    def step(t: AnyArray, slot: int, masked: bool) -> None:
+    def step(t: jax.Array, slot: int, masked: bool) -> None:
         produce(read(t + 1), 1 - slot)
         consume(read(t), slot, masked)
 
-    def unmasked(n: AnyArray, carry: None) -> None:
+    def unmasked(n: jax.Array, carry: None) -> None:
         for u in range(unroll):
             step(n * unroll + u, u % 2, False)
         return carry
 
     lax.fori_loop(0, lax.div(plain, np.int32(unroll)), unmasked, None)
 
-    def masked_pair(n: AnyArray, carry: None) -> None:
+    def masked_pair(n: jax.Array, carry: None) -> None:
         t = plain + 2 * n
         step(t, 0, True)
         pl.when(t + 1 < count)(lambda: step(t + 1, 1, True))
@@ -109,7 +114,7 @@ def walk(
 
 
 def visit_tiles(
-    read: Callable[[Any], Any], counts: tuple[AnyArray, AnyArray], visit: Callable[[Any, bool], None], unroll: int
+    read: Read, counts: tuple[jax.Array, jax.Array], visit: Callable[[jax.Array, bool], None], unroll: int
 ) -> None:
     """Visits a list of tiles, those that need no mask `unroll` at a time, which leaves it to the compiler to interleave
     them.
@@ -121,12 +126,12 @@ def visit_tiles(
     """
     plain, count = counts
 
-    def unmasked(n: AnyArray, carry: None) -> None:
+    def unmasked(n: jax.Array, carry: None) -> None:
         for u in range(unroll):
             visit(read(n * unroll + u), False)
         return carry
 
-    def masked(t: AnyArray, carry: None) -> None:
+    def masked(t: jax.Array, carry: None) -> None:
         visit(read(t), True)
         return carry
 

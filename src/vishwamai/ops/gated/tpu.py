@@ -9,7 +9,6 @@ the contracted axis both operands are zeroed, because what the memory holds ther
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import TPU_DTYPES, by_rows, call, zero_past
 from vishwamai.core.target import Target
 from vishwamai.core.tpu_dequantize import widen
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, Ref, Slice
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
 from vishwamai.ops.gated.tpu_backward import backward, served
 from vishwamai.ops.gated.tpu_tiles import GatedConfig, clamped, heuristic
@@ -45,16 +44,16 @@ def _bound_by_memory(spec: GatedSpec, chip: TpuChip) -> bool:
 
 
 def _kernel(
-    x_ref: Any,
-    gate_ref: Any,
-    up_ref: Any,
-    gate_scale: Any,
-    up_scale: Any,
-    h_ref: Any,
-    keep_gate: Any,
-    keep_up: Any,
-    gate_sum: Any,
-    up_sum: Any,
+    x_ref: Ref,
+    gate_ref: Ref,
+    up_ref: Ref,
+    gate_scale: Ref,
+    up_scale: Ref,
+    h_ref: Ref,
+    keep_gate: Ref,
+    keep_up: Ref,
+    gate_sum: Ref,
+    up_sum: Ref,
     *,
     spec: GatedSpec,
     block_k: int,
@@ -105,7 +104,7 @@ def _kernel(
         pl.when(step < steps - 1)(lambda: grow(block_k))
         pl.when(step == steps - 1)(lambda: grow(tail))
 
-    def finish(rows: Any) -> None:
+    def finish(rows: Slice) -> None:
         gate, up = scaled(gate_sum[rows, :], up_sum[rows, :])  # [rows, block_n]
         if keep_gate is not None:
             keep_gate[rows, :] = gate.astype(keep_gate.dtype)
@@ -132,7 +131,7 @@ def forward(
         # [G, 2, K, N]
         return pl.BlockSpec((None, None, bk, bn), lambda g, i, j, r: (g if per_group else 0, part, r, j))
 
-    def per_column(scale: Any) -> Any:
+    def per_column(scale: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
         if scale is None:
             return None
         per_group = scale.shape[0] > 1

@@ -8,6 +8,7 @@ products hides behind the matrix unit, and x and the weights are read once for b
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import by_rows, call, dot, zero_past
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, Ref, Slice
 from vishwamai.ops.gated import reference
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
 from vishwamai.ops.gated.tpu_tiles import GatedConfig, clamped
@@ -49,15 +50,15 @@ def _precision(spec: GatedSpec) -> Any:
 
 
 def _grad_x_kernel(
-    gate_ref: Any,
-    up_ref: Any,
-    dh_ref: Any,
-    w_gate_ref: Any,
-    w_up_ref: Any,
-    dx_ref: Any,
-    d_gate_ref: Any,
-    d_up_ref: Any,
-    sum_ref: Any,
+    gate_ref: Ref,
+    up_ref: Ref,
+    dh_ref: Ref,
+    w_gate_ref: Ref,
+    w_up_ref: Ref,
+    dx_ref: Ref,
+    d_gate_ref: Ref,
+    d_up_ref: Ref,
+    sum_ref: Ref,
     *,
     spec: GatedSpec,
     block_n: int,
@@ -89,13 +90,13 @@ def _grad_x_kernel(
 
     if steps > 1:
 
-        def finish(rows: Any) -> None:
+        def finish(rows: Slice) -> None:
             dx_ref[rows, :] = sum_ref[rows, :].astype(dx_ref.dtype)
 
         pl.when(step == steps - 1)(lambda: by_rows(sum_ref.shape[0], finish))
 
 
-def _each_step(step: AnyArray, steps: int, tail: int, size: int, grow: Any) -> None:
+def _each_step(step: AnyArray, steps: int, tail: int, size: int, grow: Callable[[int], None]) -> None:
     """`grow` with what is valid of a step's depth: all of it, or in the last step a ragged tail."""
     if tail == size or steps == 1:
         grow(tail if steps == 1 else size)
@@ -152,14 +153,14 @@ def _grad_x(
 
 
 def _grad_w_kernel(
-    x_ref: Any,
-    d_gate_ref: Any,
-    d_up_ref: Any,
-    dw_gate_ref: Any,
-    dw_up_ref: Any,
-    dw_both_ref: Any,
-    gate_sum: Any,
-    up_sum: Any,
+    x_ref: Ref,
+    d_gate_ref: Ref,
+    d_up_ref: Ref,
+    dw_gate_ref: Ref,
+    dw_up_ref: Ref,
+    dw_both_ref: Ref,
+    gate_sum: Ref,
+    up_sum: Ref,
     *,
     spec: GatedSpec,
     block_m: int,
@@ -172,7 +173,7 @@ def _grad_w_kernel(
     tail = spec.m - (steps - 1) * block_m
     slopes, sums = (d_gate_ref, d_up_ref), (gate_sum, up_sum)
 
-    def store(part: int, rows: Any, total: jax.Array) -> None:
+    def store(part: int, rows: Slice, total: jax.Array) -> None:
         if dw_both_ref is not None:
             dw_both_ref[part, rows, :] = total.astype(dw_both_ref.dtype)
         else:
@@ -194,7 +195,7 @@ def _grad_w_kernel(
 
     if steps > 1:
 
-        def finish(rows: Any) -> None:
+        def finish(rows: Slice) -> None:
             for part, sum_ref in enumerate(sums):
                 store(part, rows, sum_ref[rows, :])
 

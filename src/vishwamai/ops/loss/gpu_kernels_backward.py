@@ -35,10 +35,11 @@ def gradient_of_x(
     row, column = place(tl.program_id(0), num_m, tl.cdiv(D, BLOCK_N), GROUP_M)
     row *= BLOCK_M
     column *= BLOCK_N
+    # A tensor, as what the branch assigns: Triton gives a variable one type.
     first = group * 0
     if step_ptr is not None:
         first = tl.load(step_ptr) * entries
-    dz_stride = tl.cast(T, tl.int64) * entries
+    dz_stride = tl.cast(T, tl.int64) * entries  # elements of a group, which may pass 2^31
     weight_stride = tl.cast(V, tl.int64) * D
     dz_desc = describe(dz_ptr, GROUPS, T, entries, dz_stride, TMA, BLOCK_M, BLOCK_K)
     weight_desc = describe(weight_ptr, W_GROUPS, V, D, weight_stride, TMA, BLOCK_K, BLOCK_N)
@@ -66,7 +67,7 @@ def gradient_of_x(
         row,
         column,
         first,
-        tl.minimum(entries, V - first),
+        tl.minimum(entries, V - first),  # the last part of the vocab may be shorter
         False,
         False,
         PRECISION,
@@ -115,6 +116,7 @@ def gradient_of_weight(
     dz_desc = describe(dz_ptr, GROUPS, T, entries, dz_stride, TMA, BLOCK_K, BLOCK_M)
     x_desc = describe(x_ptr, GROUPS, T, D, x_stride, TMA, BLOCK_K, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # Groups that share the weight add up here, in one order and without atomics.
     for member in tl.range(0, SUMMED):
         weight_group = member if SUMMED > 1 else group
         acc = grow(

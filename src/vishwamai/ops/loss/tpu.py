@@ -92,9 +92,10 @@ def _slope(
     panels = pl.cdiv(tokens, block)
     row = pl.BlockSpec((1, block), lambda i, j, first: (0, i))
     logsumexp, dlogsumexp, dlabel, *dtotal = (r[None] for r in rows)
+    # Rows whose logits are all -inf: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
     logsumexp = jnp.where(logsumexp == -jnp.inf, 0.0, logsumexp)
     bias_block = pl.BlockSpec((1, tile), lambda i, j, first: (0, first[0] + j))
-    dbias_block = pl.BlockSpec((None, tile, LANES), lambda i, j, first: (i, j, 0))
+    dbias_block = pl.BlockSpec((None, tile, LANES), lambda i, j, first: (i, j, 0))  # partial sums by panel and lane
     dz, turned, dbias = call(
         functools.partial(slope_body, spec=spec, config=config, tokens=tokens),
         name="linear_cross_entropy_slope",
@@ -126,6 +127,7 @@ def _slope(
 
 
 def backward(spec: LossSpec, config: LossConfig, operands: Operands, outputs: Outputs, cotangents: Outputs) -> Operands:
+    # Parts of the vocab begin at whole tiles, which `start_ref` counts.
     config = dataclasses.replace(config, block_vocab=round_up(config.block_vocab, config.tile_vocab))
 
     def slope(*arguments: PyTree) -> PyTree:

@@ -4,8 +4,6 @@ summed.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -37,19 +35,19 @@ def _raw_logits(
 
 
 def forward_body(
-    x_ref: Any,
-    weight_ref: Any,
-    bias_ref: Any,
-    labels_ref: Any,
-    logsumexp_ref: Any,
-    at_label_ref: Any,
-    sum_ref: Any,
-    m_ref: Any,
-    l_ref: Any,
-    label_ref: Any,
-    total_ref: Any,
-    even_ref: Any,
-    odd_ref: Any,
+    x_ref: Ref,
+    weight_ref: Ref,
+    bias_ref: Ref,
+    labels_ref: Ref,
+    logsumexp_ref: Ref,
+    at_label_ref: Ref,
+    sum_ref: Ref,
+    m_ref: Ref,
+    l_ref: Ref,
+    label_ref: Ref,
+    total_ref: Ref,
+    even_ref: Ref,
+    odd_ref: Ref,
     *,
     spec: LossSpec,
     config: LossConfig,

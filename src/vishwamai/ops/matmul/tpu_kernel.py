@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from vishwamai.core.pallas import dot, zero_past
 from vishwamai.core.precision import FP8_DTYPES
 from vishwamai.core.tpu_dequantize import Operand
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, Ref
 from vishwamai.ops.matmul.epilogue import activate
 from vishwamai.ops.matmul.spec import INTEGERS
 
@@ -25,16 +25,16 @@ _INT8 = jnp.dtype(jnp.int8)
 class MatmulRefs(NamedTuple):
     """The references of one step; what a product has no use for is None."""
 
-    lhs: AnyArray  # [block_m, block_k], or [block_k, block_m]
-    rhs: AnyArray  # [block_k, block_n], or [block_n, block_k]
-    bias: AnyArray  # [1, block_n]
-    scale_a: AnyArray  # [block_m or 1, 1]
-    scale_b: AnyArray  # [1, block_n or 1]
-    lhs_scales: Any  # scales of blocks of K
-    rhs_scales: Any
-    out: Any  # [block_m, block_n]
-    preactivation: Any  # [block_m, block_n]
-    sum: Any  # [block_m, block_n], a scratch; None where the sum is `out` itself
+    lhs: Ref  # [block_m, block_k], or [block_k, block_m]
+    rhs: Ref  # [block_k, block_n], or [block_n, block_k]
+    bias: Ref  # [1, block_n]
+    scale_a: Ref  # [block_m or 1, 1]
+    scale_b: Ref  # [1, block_n or 1]
+    lhs_scales: Ref  # scales of blocks of K
+    rhs_scales: Ref
+    out: Ref  # [block_m, block_n]
+    preactivation: Ref  # [block_m, block_n]
+    sum: Ref  # [block_m, block_n], a scratch; None where the sum is `out` itself
 
 
 def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import call
 from vishwamai.core.tpu_dequantize import Operand
-from vishwamai.core.types import AnyArray, PyTree
+from vishwamai.core.types import ABSENT, AnyArray, IndexMap, PyTree, Ref
 from vishwamai.ops.matmul import tpu_serpentine, tpu_stream
 from vishwamai.ops.matmul.spec import INTEGERS, Blocked, MatmulSpec, joint_groups
 from vishwamai.ops.matmul.tpu_kernel import MatmulRefs, kernel
@@ -59,7 +59,7 @@ def product(
     summed = joint_groups(lhs, rhs) if groups == 1 else 1  # groups whose products add up in one result
     steps = summed * k_tiles
 
-    def group(x: Any, g: Any, r: Any) -> Any:
+    def group(x: jax.Array | Blocked, g: jax.Array, r: jax.Array) -> int | jax.Array:
         if x.shape[0] == 1:  # shared by all groups
             return 0
         return lax.div(r, k_tiles) if summed > 1 else g  # summed groups are part of the depth
@@ -88,7 +88,7 @@ def product(
         step = depth(i, j, r)
         return (group(rhs, g, r), *((step, column(i, j)) if rhs_axis == 1 else (column(i, j), step)))
 
-    def per_column(x: AnyArray) -> Any:  # [G or 1, 1, N or 1]
+    def per_column(x: jax.Array | None) -> pl.BlockSpec | None:  # [G or 1, 1, N or 1]
         if x is None:
             return None
         shared = x.shape[2] == 1
@@ -97,7 +97,7 @@ def product(
             lambda g, i, j, r: (g if x.shape[0] > 1 else 0, 0, 0 if shared else column(i, j)),
         )
 
-    def per_row(x: Any) -> Any:  # [G or 1, M or 1, 1]
+    def per_row(x: jax.Array | None) -> pl.BlockSpec | None:  # [G or 1, M or 1, 1]
         if x is None:
             return None
         shared = x.shape[1] == 1
@@ -111,7 +111,7 @@ def product(
 
     reading = (describe(lhs, tile_along_k(lhs, lhs_axis, bm)), describe(rhs, tile_along_k(rhs, rhs_axis, bn)))
 
-    def block_scales(x: PyTree, how: Operand, shape: tuple[int, int], index: Any) -> Any:
+    def block_scales(x: PyTree, how: Operand, shape: tuple[int, int], index: IndexMap) -> pl.BlockSpec | None:
         """As the tiles of their operand, K in blocks; or all of K."""
         if not isinstance(x, Blocked):
             return None
@@ -156,7 +156,7 @@ def product(
     plain = all(x is None for x in (bias, scale_a, scale_b, activation)) and out_dtype == total
     separate = (steps > 1 or chunk_k < bk) and not plain
 
-    def body(buffers: Any = None, semaphores: Any = None, **by_name: Any) -> None:
+    def body(buffers: Ref = ABSENT, semaphores: Ref = ABSENT, **by_name: Ref) -> None:
         refs = MatmulRefs(**by_name)
         i, j, step = (pl.program_id(axis) for axis in (1, 2, 3))
         result = (

@@ -13,13 +13,17 @@ What it gains on v6e, by the schedule, compared with the best straight tiles: in
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import Ref, Transfer
+
+if TYPE_CHECKING:
+    import jax
+    import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +44,18 @@ class Serpentine:
         """Of all the result."""
         return self.groups * self.rows * self.columns
 
-    def column(self, i: Any, j: AnyArray) -> Any:
+    def column(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """The column of tiles that comes j-th in row i."""
         # Odd rows go from the last column back, so that neighbouring tiles of two rows share their block of rhs.
         return j + lax.rem(i, 2) * (self.columns - 1 - 2 * j)
 
-    def depth(self, i: Any, j: Any, r: Any) -> Any:
+    def depth(self, i: jax.Array, j: jax.Array, r: jax.Array) -> jax.Array:
         """The tile of K that comes r-th in the j-th tile of row i."""
         # Every second tile walks K backwards: its first block of lhs or rhs is the last of the tile before.
         return r + lax.rem(i * self.columns + j, 2) * (self.steps - 1 - 2 * r)
 
 
-def scratch(block_m: int, block_n: int, dtype: Any) -> dict[str, Any]:
+def scratch(block_m: int, block_n: int, dtype: jnp.dtype) -> dict[str, object]:
     """What `SerpentineResult` needs: a buffer for the tile that is computed and one for the tile that leaves, and their
     semaphores.
     """
@@ -66,17 +70,17 @@ class SerpentineResult:
       hbm: the result, `[groups, M, N]`, which the tiles divide; buffers, semaphores: see `scratch`.
     """
 
-    def __init__(self, serpentine: Serpentine, hbm: Any, buffers: Any, semaphores: Any):
+    def __init__(self, serpentine: Serpentine, hbm: Ref, buffers: Ref, semaphores: Ref):
         self.serpentine, self.hbm, self.buffers, self.semaphores = serpentine, hbm, buffers, semaphores
         self.last = pl.program_id(3) == serpentine.steps - 1
         self.tile = (pl.program_id(0) * serpentine.rows + pl.program_id(1)) * serpentine.columns + pl.program_id(2)
 
     @property
-    def ref(self) -> Any:
+    def ref(self) -> Ref:
         """Where the step's tile is computed, `[block_m, block_n]`."""
         return self.buffers.at[lax.rem(self.tile, 2)]
 
-    def _store(self, tile: Any) -> Any:
+    def _store(self, tile: jax.Array) -> Transfer:
         """The transfer of the tile that comes `tile`-th."""
         _, bm, bn = self.buffers.shape
         row = lax.div(tile, self.serpentine.columns)

@@ -12,6 +12,7 @@ What it gains, by the schedule of 16 rows by 4096 x 14336, compared with the usu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vishwamai.core.pallas import call
 from vishwamai.core.qtensor import scale_values
 from vishwamai.core.tpu_dequantize import Operand
-from vishwamai.core.types import AnyArray, PyTree
+from vishwamai.core.types import ABSENT, AnyArray, PyTree, Ref, Slice, Transfer
 from vishwamai.ops.matmul import tpu_unpack
 from vishwamai.ops.matmul.spec import Blocked, joint_groups
 from vishwamai.ops.matmul.tpu_kernel import MatmulRefs, kernel
@@ -102,17 +103,17 @@ def product(
     separate = steps > 1 and not (len(resident) == 1 and activation is None and out_dtype == total)
 
     def body(
-        rhs_hbm: Any,
-        scales_hbm: Any,
-        held_semaphores: Any,
-        out_semaphores: Any,
-        tiles_ref: Any,
-        tile_semaphores: Any,
-        scale_tiles: Any,
-        scale_semaphores: Any,
-        excess_ref: Any,
-        sum_ref: Any,
-        **refs: Any,
+        rhs_hbm: Ref,
+        scales_hbm: Ref,
+        held_semaphores: Ref,
+        out_semaphores: Ref,
+        tiles_ref: Ref,
+        tile_semaphores: Ref,
+        scale_tiles: Ref,
+        scale_semaphores: Ref,
+        excess_ref: Ref,
+        sum_ref: Ref,
+        **refs: Ref,
     ) -> None:
         resident_refs = {name: refs[f"{name}_vmem"] for name in resident}
         lhs_ref = resident_refs["lhs"]  # [m, k]
@@ -121,30 +122,30 @@ def product(
         core, column, step = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         turn = column * steps + step
 
-        def copies(turn: Any) -> list[Any]:
+        def copies(turn: int | jax.Array) -> list[Transfer]:
             """The transfers of the tile, and of its scales, that a turn of this core takes."""
             slot = lax.rem(turn, ring)
             j, r = core * columns + lax.div(turn, steps), lax.rem(turn, steps)
 
-            def window(extents: Any, deep: bool) -> tuple[Any, ...]:
+            def window(extents: Sequence[int], deep: bool) -> tuple[Slice, ...]:
                 index = (r if deep else 0, j) if rhs_axis == 1 else (j, r if deep else 0)
                 return tuple(pl.ds(i * size, size) for i, size in zip(index, extents, strict=True))
 
-            transfers = [
+            transfers: list[Transfer] = [
                 pltpu.make_async_copy(
                     rhs_hbm.at[(0, *window(tile, True))], tiles_ref.at[slot], tile_semaphores.at[slot]
                 )
             ]
-            if scales_hbm is not None:
+            if scale_tile is not None:
                 source = scales_hbm.at[(0, *window(scale_tile, how.direct))]
                 transfers.append(pltpu.make_async_copy(source, scale_tiles.at[slot], scale_semaphores.at[slot]))
             return transfers
 
-        def begin(turn: Any) -> None:
+        def begin(turn: int | jax.Array) -> None:
             for copy in copies(turn):
                 copy.start()
 
-        def store(group: Any) -> list[Any]:
+        def store(group: int | jax.Array) -> list[Transfer]:
             """The transfers of the results of `share` columns."""
             slot = lax.rem(group, 2)
             columns = pl.ds(pl.multiple_of((core * stores + group) * share * bn, share * bn), share * bn)
@@ -153,7 +154,7 @@ def product(
                 for i, (buffer, hbm) in enumerate(zip(out_buffers, outs_hbm, strict=True))
             ]
 
-        def stored_before(group: Any) -> None:
+        def stored_before(group: int | jax.Array) -> None:
             for copy in store(group):
                 copy.wait()
 
@@ -183,7 +184,7 @@ def product(
         of_block = pl.ds(pl.multiple_of(lax.rem(column, share) * bn, bn), bn)
         out_refs = [buffer.at[lax.rem(group, 2), :, of_block] for buffer in out_buffers]
 
-        def vector(ref: Any) -> Any:
+        def vector(ref: Ref | None) -> Any:
             return ref if ref is None or ref.shape[1] == 1 else ref.at[:, columns_of_step]
 
         def tile_product() -> jax.Array:
@@ -214,12 +215,12 @@ def product(
                 lhs=lhs_ref if steps == 1 else lhs_ref.at[:, pl.ds(pl.multiple_of(step * bk, bk), bk)],
                 rhs=tiles_ref.at[slot],
                 bias=vector(resident_refs.get("bias")),
-                scale_a=resident_refs.get("scale_a"),
+                scale_a=resident_refs.get("scale_a", ABSENT),
                 scale_b=vector(resident_refs.get("scale_b")),
-                lhs_scales=None,
-                rhs_scales=None if scales is None else scale_tiles.at[slot],
+                lhs_scales=ABSENT,
+                rhs_scales=ABSENT if scales is None else scale_tiles.at[slot],
                 out=out_refs[0],
-                preactivation=out_refs[1] if keep_preactivation else None,
+                preactivation=out_refs[1] if keep_preactivation else ABSENT,
                 sum=sum_ref,
             ),
             axes=(1, rhs_axis - 1),

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.qtensor import INT4
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import Ref
 
 _INT8 = jnp.dtype(jnp.int8)
 ADDED = {_INT8: 0, INT4: 24}
@@ -53,7 +53,7 @@ def _source(lane: jax.Array, narrow: object) -> jax.Array:
     return lane // 64 * 64 + lane // 2 % 8 * 8 + lane % 2 * 4 + lane // 16 % 4  # 64 rows: nibble, word, half
 
 
-def prepare(x_ref: AnyArray, excess_ref: Any, narrow: Any, group: int) -> None:
+def prepare(x_ref: Ref, excess_ref: Ref, narrow: Any, group: int) -> None:
     """Puts x, `[m, K]`, into the order of "words", and fills `[m, K / group * 128]` with what a group of K adds too
     much to a result, in every lane.
     """
@@ -75,7 +75,7 @@ def prepare(x_ref: AnyArray, excess_ref: Any, narrow: Any, group: int) -> None:
     lax.fori_loop(0, depth // group, of_group, None)
 
 
-def to_bfloat16(ref: Any, unpack: str) -> tuple[jax.Array, jax.Array | None]:
+def to_bfloat16(ref: Ref, unpack: str) -> tuple[jax.Array, jax.Array | None]:
     """The tile in `ref`, `[K, N]`, as bfloat16: with "words" in its order and plus `ADDED`, else over `SCALE`; and what
     is to be added to each column of results.
 

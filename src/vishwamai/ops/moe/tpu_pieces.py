@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,15 @@ def keep(x: jax.Array, axis: int, start: AnyArray, stop: AnyArray) -> jax.Array:
     return jnp.where((index >= start) & (index < stop), x, jnp.zeros_like(x))
 
 
-def for_pieces(start: AnyArray, stop: AnyArray, block_m: int, piece: int, small: int, middle: int, body: Any) -> None:
+def for_pieces(
+    start: AnyArray,
+    stop: AnyArray,
+    block_m: int,
+    piece: int,
+    small: int,
+    middle: int,
+    body: Callable[[int | jax.Array, int, int | jax.Array], None],
+) -> None:
     """Calls `body(first row, rows, fresh)` for pieces that cover `start <= row < stop` of a tile: large ones, then
     small ones, never past the tile.
 
@@ -49,7 +57,7 @@ def for_pieces(start: AnyArray, stop: AnyArray, block_m: int, piece: int, small:
     total = stop - begin
     large = lax.div(total, piece)
 
-    def visit(fresh: Any, rows: int) -> None:
+    def visit(fresh: jax.Array, rows: int) -> None:
         body(pl.multiple_of(jnp.minimum(fresh, block_m - rows), ALIGN), rows, fresh)  # moved up at the tile's end
 
     def one_large(i: jax.Array, carry: None) -> None:

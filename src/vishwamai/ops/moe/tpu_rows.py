@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from vishwamai.core.pallas import call
 from vishwamai.core.qtensor import bits, scale_values
 from vishwamai.core.tpu_dequantize import Operand, blocked_operand
-from vishwamai.core.types import AnyArray, PyTree, Ref
+from vishwamai.core.types import AnyArray, PyTree, Ref, Slice, Transfer
 from vishwamai.ops.moe import tpu_visits as visits
 from vishwamai.ops.moe.spec import Operands
 from vishwamai.ops.moe.tpu_pieces import SEMANTICS, Split, for_pieces, keep, product
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 
 def _rows_kernel(
-    group_ref: Any,
-    tile_ref: Any,
-    start_ref: Any,
-    stop_ref: Any,
-    following_ref: Any,
-    second_ref: Any,
-    lhs_ref: Any,
-    rhs_ref: Any,
-    scale_ref: Any,
-    out_ref: Any,
-    sum_ref: Any,
-    matrix_ref: Any,
-    slot_ref: Any,
-    semaphores: Any,
+    group_ref: Ref,
+    tile_ref: Ref,
+    start_ref: Ref,
+    stop_ref: Ref,
+    following_ref: Ref,
+    second_ref: Ref,
+    lhs_ref: Ref,
+    rhs_ref: Ref,
+    scale_ref: Ref,
+    out_ref: Ref,
+    sum_ref: Ref,
+    matrix_ref: Ref,
+    slot_ref: Ref,
+    semaphores: Ref,
     *,
     entries: int,
     split: Split,
@@ -78,8 +78,8 @@ def _rows_kernel(
 
     if matrix_ref is not None:
 
-        def copy(batch: AnyArray, column: jax.Array, group: AnyArray, slot: jax.Array) -> Any:
-            columns: Any = slice(None)
+        def copy(batch: AnyArray, column: jax.Array, group: AnyArray, slot: jax.Array) -> Transfer:
+            columns: Slice = slice(None)
             if not all_columns:
                 columns = pl.ds(pl.multiple_of(column * block_n, block_n), block_n)
             matrix = (slice(None), columns) if rhs_axis == 0 else (columns, slice(None))
@@ -217,23 +217,23 @@ def rows_product(
     resident = stays(tile.block, n, k)  # the group's matrix stays in VMEM over its visits
 
     def lhs_index(
-        p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, tile: Any, *_: object
+        p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Ref, tile: Ref, *_: object
     ) -> PyTree:
         b, _ = split.index(p, b, j)
         return b, tile[b * entries + v], r
 
-    def rhs_index(p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, *_: object) -> PyTree:
+    def rhs_index(p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Ref, *_: object) -> PyTree:
         b, j = split.index(p, b, j)
         rest = (r, j) if rhs_axis == 0 else (j, r)
         return (0 if shared else b, group[b * entries + v], *rest)
 
     def out_index(
-        p: jax.Array, b: AnyArray, j: jax.Array, v: AnyArray, r: jax.Array, group: Any, tile: Ref, *_: object
+        p: jax.Array, b: AnyArray, j: jax.Array, v: AnyArray, r: jax.Array, group: Ref, tile: Ref, *_: object
     ) -> PyTree:
         b, j = split.index(p, b, j)
         return b, tile[b * entries + v], j
 
-    def scale_index(p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Any, *_: object) -> PyTree:
+    def scale_index(p: AnyArray, b: AnyArray, j: AnyArray, v: AnyArray, r: AnyArray, group: Ref, *_: object) -> PyTree:
         entry, of_group, rows, columns = rhs_index(p, b, j, v, r, group)
         return 0 if scales_shared else entry, of_group, rows if reading.direct else 0, columns
 

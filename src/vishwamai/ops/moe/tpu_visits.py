@@ -8,7 +8,7 @@ times in a row, so it stays in VMEM between the visits. After MegaBlocks (Gale e
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,13 @@ import jax.numpy as jnp
 class Visits(NamedTuple):
     """One entry for each visit of each batch entry; the tables of all batch entries stand one after another."""
 
-    group: Any  # the group whose matrix is used
-    tile: Any  # the tile of rows
-    start: Any  # first row of the tile that belongs to the group
-    stop: Any  # one past the last; start == stop where nothing is computed
-    following: Any  # the next group that is not this one, -1 if there is none: what to load ahead
-    second: Any  # and the one after that
-    count: Any  # [1]: visits that the longest batch entry has
+    group: jax.Array  # the group whose matrix is used
+    tile: jax.Array  # the tile of rows
+    start: jax.Array  # first row of the tile that belongs to the group
+    stop: jax.Array  # one past the last; start == stop where nothing is computed
+    following: jax.Array  # the next group that is not this one, -1 if there is none: what to load ahead
+    second: jax.Array  # and the one after that
+    count: jax.Array  # [1]: visits that the longest batch entry has
 
 
 def length(m: int, groups: int, block_m: int) -> int:

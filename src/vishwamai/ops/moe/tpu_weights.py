@@ -103,18 +103,18 @@ def weights_product(
         return (b, i, j) if by_column else (b, j, i)
 
     def lhs_index(
-        p: AnyArray, b: AnyArray, j: AnyArray, i: AnyArray, v: AnyArray, group: Any, tile: Any, *_: object
+        p: AnyArray, b: AnyArray, j: AnyArray, i: AnyArray, v: AnyArray, group: Ref, tile: Ref, *_: object
     ) -> PyTree:
         b, i, _ = index(p, b, j, i)
         return b, tile[b * entries + v], i
 
     def dout_index(
-        p: AnyArray, b: AnyArray, j: AnyArray, i: AnyArray, v: AnyArray, group: Any, tile: Any, *_: object
+        p: AnyArray, b: AnyArray, j: AnyArray, i: AnyArray, v: AnyArray, group: Ref, tile: Ref, *_: object
     ) -> PyTree:
         b, _, j = index(p, b, j, i)
         return b, tile[b * entries + v], j
 
-    def out_index(p: jax.Array, b: AnyArray, j: jax.Array, i: AnyArray, v: AnyArray, group: Any, *_: object) -> PyTree:
+    def out_index(p: jax.Array, b: AnyArray, j: jax.Array, i: AnyArray, v: AnyArray, group: Ref, *_: object) -> PyTree:
         b, i, j = index(p, b, j, i)
         return b, group[b * entries + v], i, j
 

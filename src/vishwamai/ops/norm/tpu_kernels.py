@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from vishwamai.core.pallas import LANES, round_up
+from vishwamai.core.types import Ref, Slice
 from vishwamai.ops.norm.spec import NormSpec
 from vishwamai.ops.norm.tpu_tiles import NARROW, NormConfig
 
@@ -17,7 +18,7 @@ _SLABS = 64
 """Parts that wide rows are taken in at most (each is code of its own)."""
 
 
-def _slabs(spec: NormSpec) -> list[Any]:
+def _slabs(spec: NormSpec) -> list[Slice]:
     """The columns of one slab after the other: all of narrow rows, a lane tile or a few of wide ones."""
     width = spec.features if spec.features <= NARROW else round_up(pl.cdiv(spec.features, _SLABS), LANES)
     return [pl.ds(start, min(width, spec.features - start)) for start in range(0, spec.features, width)]
@@ -43,7 +44,7 @@ class _RowSum:
         return first + rest[0] if rest else first
 
 
-def _for_chunks(config: NormConfig, body: Any) -> None:
+def _for_chunks(config: NormConfig, body: Callable[[Slice, int], None]) -> None:
     """Calls `body(rows, k)` for every chunk, two (k = 0, 1) in a turn of the loop where they are even."""
     count = config.block_rows // config.chunk_rows
     unroll = 2 if count % 2 == 0 else 1
@@ -64,7 +65,7 @@ class _Centered:
     subtraction.
     """
 
-    def __init__(self, spec: NormSpec, ref: Any, rows: Any, centered_ref: Any, k: int):
+    def __init__(self, spec: NormSpec, ref: Ref, rows: Slice, centered_ref: Ref, k: int):
         self.ref, self.rows, self.centered_ref, self.k = ref, rows, centered_ref, k
         self.mean = None
         if spec.kind == "layer":
@@ -73,10 +74,10 @@ class _Centered:
                 total.add(self._read(columns))
             self.mean = total.rows() * (1.0 / spec.features)  # [chunk, 1]
 
-    def _read(self, columns: Any) -> jax.Array:
+    def _read(self, columns: Slice) -> jax.Array:
         return self.ref[self.rows, columns].astype(jnp.float32)
 
-    def first(self, columns: Any) -> jax.Array:
+    def first(self, columns: Slice) -> jax.Array:
         """`[chunk, width]`, when it is needed first."""
         s = self._read(columns)
         if self.mean is None:
@@ -85,19 +86,19 @@ class _Centered:
         self.centered_ref[self.k, :, columns] = s
         return s
 
-    def again(self, columns: Any) -> jax.Array:
+    def again(self, columns: Slice) -> jax.Array:
         """The same later."""
         return self._read(columns) if self.mean is None else self.centered_ref[self.k, :, columns]
 
 
 def forward_kernel(
-    x_ref: Any,
-    residual_ref: Any,
-    scale_ref: Any,
-    offset_ref: Any,
-    y_ref: Any,
-    total_ref: Any,
-    centered_ref: Any,
+    x_ref: Ref,
+    residual_ref: Ref,
+    scale_ref: Ref,
+    offset_ref: Ref,
+    y_ref: Ref,
+    total_ref: Ref,
+    centered_ref: Ref,
     *,
     spec: NormSpec,
     config: NormConfig,
@@ -107,7 +108,7 @@ def forward_kernel(
     """
     slabs = _slabs(spec)
 
-    def chunk(rows: Any, k: int) -> None:
+    def chunk(rows: Slice, k: int) -> None:
         if residual_ref is not None:
             for columns in slabs:
                 # Added in float32 and rounded once, which is what adding in the array's own dtype gives.
@@ -132,14 +133,14 @@ def forward_kernel(
 
 
 def backward_kernel(
-    s_ref: Any,
-    dy_ref: Any,
-    dtotal_ref: Any,
-    scale_ref: Any,
-    dx_ref: Any,
-    dscale_ref: Any,
-    doffset_ref: Any,
-    centered_ref: Any,
+    s_ref: Ref,
+    dy_ref: Ref,
+    dtotal_ref: Ref,
+    scale_ref: Ref,
+    dx_ref: Ref,
+    dscale_ref: Ref,
+    doffset_ref: Ref,
+    centered_ref: Ref,
     *,
     spec: NormSpec,
     config: NormConfig,
@@ -158,14 +159,14 @@ def backward_kernel(
             if ref is not None:
                 ref[...] = jnp.zeros_like(ref)  # the block stays over the steps of a part
 
-    def partial_rows(values: jax.Array, rows: Any) -> jax.Array:
+    def partial_rows(values: jax.Array, rows: Slice) -> jax.Array:
         """Sums `[chunk, width]` to eight rows; rows past the end of the array hold anything and count as zero."""
         if spec.rows % config.block_rows:
             index = first_row + rows.start + lax.broadcasted_iota(jnp.int32, values.shape, 0)
             values = jnp.where(index < spec.rows, values, 0.0)
         return jnp.sum(values.reshape(config.chunk_rows // 8, 8, values.shape[1]), axis=0)  # [8, width]
 
-    def chunk(rows: Any, k: int) -> None:
+    def chunk(rows: Slice, k: int) -> None:
         source = _Centered(spec, s_ref, rows, centered_ref, k)
         squares, products, sums = _RowSum(), _RowSum(), _RowSum()
         for columns in slabs:

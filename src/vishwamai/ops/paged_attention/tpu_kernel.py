@@ -7,14 +7,13 @@ reads its rows.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from vishwamai.core.types import AnyArray, PyTree
+from vishwamai.core.types import AnyArray, PyTree, Ref, Transfer
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_long import LongRuns
 from vishwamai.ops.paged_attention.tpu_refs import PagedRefs, Shape
@@ -27,7 +26,7 @@ goes, then the next.
 """
 
 
-def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
+def kernel(spec: PagedSpec, shape: Shape, **by_name: Ref) -> None:
     """The body over a grid of cores, each with its share of the items; `by_name`: the `PagedRefs`."""
     refs = PagedRefs(**by_name)
     core = pl.program_id(0)
@@ -108,7 +107,7 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
         new = None if refs.hidden is None else refs.first_new[item] - first_key
         runs.attend(refs.position[item] - first_key, new, slot, q_slot)
 
-    def query_copies(item: AnyArray) -> list[Any]:
+    def query_copies(item: AnyArray) -> list[Transfer]:
         return runs.query_copies(item, lax.rem(item - low, shape.slots))
 
     def wait_stored(item: AnyArray) -> None:
@@ -170,7 +169,7 @@ def kernel(spec: PagedSpec, shape: Shape, **by_name: Any) -> None:
     drain(2)
 
 
-def _clear(ref: Any, live: AnyArray) -> None:
+def _clear(ref: Ref, live: AnyArray) -> None:
     """Zeroes the tokens from `live` on; ref: `[tokens, rows, D]` or `[tokens, D]`."""
     tile = 8 * packing(ref.dtype)
     if len(ref.shape) == 3:  # as words, of many tokens at once
@@ -178,7 +177,7 @@ def _clear(ref: Any, live: AnyArray) -> None:
         ref = flat_words(ref)
         tile = math.gcd(ref.shape[0], 64)
 
-    def one_tile(i: AnyArray, carry: Any) -> Any:
+    def one_tile(i: AnyArray, carry: None) -> None:
         some = pl.ds(pl.multiple_of(i * tile, tile), tile)
         row = i * tile + lax.broadcasted_iota(jnp.int32, (tile, ref.shape[1]), 0)
         ref[some] = jnp.where(row < live, ref[some], jnp.zeros((), ref.dtype))

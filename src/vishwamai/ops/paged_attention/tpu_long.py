@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import LANES, round_up, sublanes
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, Slice, Transfer
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import LN2, LOG2E, LOWEST, MASKED, PagedRefs, Shape, dot
 from vishwamai.ops.paged_attention.tpu_words import attend_ahead, flat_words, packing, row_of
@@ -69,7 +70,7 @@ class LongRuns:
     def __init__(self, spec: PagedSpec, shape: Shape, refs: PagedRefs):
         self.spec, self.shape, self.refs = spec, shape, refs
 
-    def query_copies(self, item: AnyArray, slot: AnyArray) -> list[Any]:
+    def query_copies(self, item: AnyArray, slot: AnyArray) -> list[Transfer]:
         refs, read = self.refs, pl.ds(self.refs.token[item], self.shape.queries)
         copies = [(refs.query.at[read], refs.q_buffer)]
         if refs.hidden is not None:
@@ -96,7 +97,7 @@ class LongRuns:
             rows = [row_of(words[self._word(head), :], head % per_word, dtype, dtype) for head in heads]
             refs.q_rows[h] = jnp.concatenate(rows)
 
-    def _word(self, head: int) -> Any:
+    def _word(self, head: int) -> Slice:
         """Where the words of a query head stand."""
         per_word = packing(self.spec.compute_dtype)
         stride = self.shape.heads // per_word
@@ -128,7 +129,7 @@ class LongRuns:
 
     def _attend(
         self,
-        firsts: Any,
+        firsts: Iterable[int],
         chunk: int,
         masked: bool,
         tree: bool,
@@ -142,7 +143,7 @@ class LongRuns:
         """
         spec, shape, refs = self.spec, self.shape, self.refs
 
-        def scores(index: Any, part: int, first: int, tokens: int, k: AnyArray) -> AnyArray:
+        def scores(index: int, part: int, first: int, tokens: int, k: AnyArray) -> AnyArray:
             """Scaled logits `[keys, rows]`, in units of log2 e; those that are not seen are hugely negative."""
             del part, tokens
             s = dot(k, refs.q_rows[index], (1, 1))
@@ -169,7 +170,7 @@ class LongRuns:
                 see &= dot(key, refs.hidden_buffer[q_slot], (1, 1)) < 0.5
             return jnp.where(see, s, MASKED)
 
-        def weigh(index: Any, s: AnyArray, v: AnyArray) -> None:
+        def weigh(index: int, s: AnyArray, v: AnyArray) -> None:
             m_old = refs.m[index]  # [1, rows]
             m = jnp.maximum(m_old, jnp.max(_tiles(s, jnp.max), axis=0, keepdims=True))
             p = jnp.exp2(s - m)  # [keys, rows]
@@ -214,7 +215,7 @@ class LongRuns:
     def wait_stored(self, item: AnyArray, slot: AnyArray) -> None:
         self._results(item, slot, lambda copy: copy.wait())
 
-    def _results(self, item: AnyArray, slot: AnyArray, act: Any) -> None:
+    def _results(self, item: AnyArray, slot: AnyArray, act: Callable[[Transfer], None]) -> None:
         """Acts on the copies of an item's results: one of whole items, else one for each of its tokens, for what stands
         next to them is others'.
         """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from vishwamai.core.precision import lax_precision
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import ABSENT, Ref
 
 LOWEST = -1e30
 """Where the running maximum starts: below any logit, above the masked ones."""
@@ -57,48 +57,48 @@ class PagedRefs(NamedTuple):
     """The kernel's references; what a call has no use for is None."""
 
     # Prefetched scalars: first item of each core, and the items; see `schedule.Items`.
-    bounds: Any  # [cores + 1]
-    sequence: Any  # [items]
-    position: Any  # [items], of the first query that is read
-    first_page: Any  # [items]
-    end: Any  # [items]
-    table: Any  # [sequences * pages of each]
+    bounds: Ref  # [cores + 1]
+    sequence: Ref  # [items]
+    position: Ref  # [items], of the first query that is read
+    first_page: Ref  # [items]
+    end: Ref  # [items]
+    table: Ref  # [sequences * pages of each]
     # Operands. Blocks are one where heads are worked on together, else one for each kv head. "rows 1" is "1 rows" of
     # long runs.
-    query: AnyArray  # [items, blocks, rows, D]; of long runs [tokens, heads, D]
-    k_pages: AnyArray  # [pages, page_size, rows of a token, D], or [pages, page_size, D]
-    v_pages: AnyArray
-    sinks: AnyArray  # [blocks, rows 1]
-    row_query: Any  # [rows 1]: which of the item's queries a row is
-    row_head: Any  # [rows, 1]: its kv head
-    k_scale: Any  # [rows, 1], or [kv heads] in scalar memory
-    v_scale: Any
-    out: Any  # [items, blocks, rows, Dv]; of long runs [tokens, heads, Dv]
+    query: Ref  # [items, blocks, rows, D]; of long runs [tokens, heads, D]
+    k_pages: Ref  # [pages, page_size, rows of a token, D], or [pages, page_size, D]
+    v_pages: Ref
+    sinks: Ref  # [blocks, rows 1]
+    row_query: Ref  # [rows 1]: which of the item's queries a row is
+    row_head: Ref  # [rows, 1]: its kv head
+    k_scale: Ref  # [rows, 1], or [kv heads] in scalar memory
+    v_scale: Ref
+    out: Ref  # [items, blocks, rows, Dv]; of long runs [tokens, heads, Dv]
     # Scratch.
-    q_buffer: Any  # [slots, *an item's queries, D]
-    k_buffer: Any  # [slots, keys, rows of a token, D]
-    v_buffer: Any
-    o_buffer: Any  # [2, *an item's results, Dv]
-    m: Any  # [blocks, rows, 128]: running maximum; of long runs [blocks, 1, rows]
-    l: Any  # [blocks, rows, 128]: running sum; of long runs [blocks, 8, rows], to be added up
-    acc: Any  # [blocks, rows, Dv]; of long runs [blocks, Dv, rows]
-    fetched: Any  # semaphores of the pages
-    q_fetched: Any
-    stored: Any
+    q_buffer: Ref  # [slots, *an item's queries, D]
+    k_buffer: Ref  # [slots, keys, rows of a token, D]
+    v_buffer: Ref
+    o_buffer: Ref  # [2, *an item's results, Dv]
+    m: Ref  # [blocks, rows, 128]: running maximum; of long runs [blocks, 1, rows]
+    l: Ref  # [blocks, rows, 128]: running sum; of long runs [blocks, 8, rows], to be added up
+    acc: Ref  # [blocks, rows, Dv]; of long runs [blocks, Dv, rows]
+    fetched: Ref  # semaphores of the pages
+    q_fetched: Ref
+    stored: Ref
     # Of long runs: first token that is read, rows read before the item's first query, and its queries; the results
     # that stand in `out` before; and the item's queries by kv head.
-    token: Any = None  # [items]
-    skip: Any = None  # [items]
-    count: Any = None  # [items]
-    before: Any = None
-    q_rows: Any = None  # [blocks, rows, D]
+    token: Ref = ABSENT  # [items]
+    skip: Ref = ABSENT  # [items]
+    count: Ref = ABSENT  # [items]
+    before: Ref = ABSENT
+    q_rows: Ref = ABSENT  # [blocks, rows, D]
     # Where the logsumexp is asked for.
-    lse: Any = None  # [items, blocks, rows, 128], every lane alike; of long runs [items, blocks, rows]
-    lse_buffer: Any = None  # [2, *an item's]
-    lse_stored: Any = None
-    slopes: Any = None  # [blocks, rows 1]: ALiBi's
+    lse: Ref = ABSENT  # [items, blocks, rows, 128], every lane alike; of long runs [items, blocks, rows]
+    lse_buffer: Ref = ABSENT  # [2, *an item's]
+    lse_stored: Ref = ABSENT
+    slopes: Ref = ABSENT  # [blocks, rows 1]: ALiBi's
     # Of a tree of guesses: where the new tokens of an item's sequence begin, and which of them a row does not see (1),
     # else 0; the tree's columns padded to whole lanes.
-    first_new: Any = None  # [items], a prefetched scalar
-    hidden: AnyArray = None  # [items, rows, columns]
-    hidden_buffer: Any = None  # [slots, rows, columns]
+    first_new: Ref = ABSENT  # [items], a prefetched scalar
+    hidden: Ref = ABSENT  # [items, rows, columns]
+    hidden_buffer: Ref = ABSENT  # [slots, rows, columns]

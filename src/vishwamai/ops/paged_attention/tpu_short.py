@@ -5,7 +5,7 @@ block may be worked on together. `tpu_kernel` walks the blocks.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,11 +13,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.pallas import LANES
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, Transfer
 from vishwamai.ops.paged_attention import tpu_unpack
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import LN2, LOG2E, LOWEST, MASKED, PagedRefs, Shape, dot
 from vishwamai.ops.paged_attention.tpu_words import attend_ahead, places, whole_words
+
+if TYPE_CHECKING:
+    pass
 
 
 class ShortRuns:
@@ -28,7 +31,7 @@ class ShortRuns:
         stored = spec.operands.k_pages.dtype
         self.stored_scale = tpu_unpack.scale(stored, shape.unpack) if whole_words(spec, shape) else 1.0
 
-    def query_copies(self, item: AnyArray, slot: AnyArray) -> list[Any]:
+    def query_copies(self, item: AnyArray, slot: AnyArray) -> list[Transfer]:
         refs = self.refs
         copies = [(refs.query, refs.q_buffer)]  # the buffer has two slots: the next item's queries arrive meanwhile
         if refs.hidden is not None:
@@ -72,7 +75,7 @@ class ShortRuns:
         spec, shape, refs = self.spec, self.shape, self.refs
         keys = shape.pages * spec.page_size
 
-        def scores(index: Any, part: int, first: int, tokens: int, k: AnyArray) -> AnyArray:
+        def scores(index: int, part: int, first: int, tokens: int, k: AnyArray) -> AnyArray:
             """Scaled logits `[rows, keys * words]`, in units of log2 e; those that are not seen are hugely negative."""
             s = dot(refs.q_buffer[q_slot, index], k, (1, 1))  # [rows, keys * words]
             scale = spec.scale * self.stored_scale * (LOG2E if spec.softcap is None else 1 / spec.softcap)
@@ -111,7 +114,7 @@ class ShortRuns:
                 tiles.append(jnp.where(see, x, MASKED))
             return jnp.concatenate(tiles, axis=1)
 
-        def weigh(index: Any, s: AnyArray, v: AnyArray) -> None:
+        def weigh(index: int, s: AnyArray, v: AnyArray) -> None:
             m_old = refs.m[index]  # [rows, 128]
             m = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))  # [rows, 128], equal in all lanes
             p = jnp.exp2(s - m[:, :1])  # [rows, keys * words]
@@ -146,7 +149,7 @@ class ShortRuns:
         for copy in self._store_copies(item, slot):
             copy.wait()
 
-    def _store_copies(self, item: AnyArray, slot: AnyArray) -> list[Any]:
+    def _store_copies(self, item: AnyArray, slot: AnyArray) -> list[Transfer]:
         refs = self.refs
         copies = [(refs.o_buffer, refs.out, refs.stored)]
         if self.spec.return_lse:

@@ -14,7 +14,7 @@ and NaN (b11fnuz has one NaN, 0x80, and no -0), which are rewritten four at a ti
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def conversion(chip: TpuChip, dtype: DTypeLike) -> str:
     return "b11fnuz" if jnp.dtype(dtype) == _E4M3 and "float8_e4m3fn" not in chip.fp8_formats else "convert"
 
 
-def scale(dtype: Any, how: str) -> float:
+def scale(dtype: DTypeLike, how: str) -> float:
     """What the results of `keys_and_values` are to be multiplied by."""
     return 1 / 16 if jnp.dtype(dtype) == INT4 else _B11_SCALE if how == "b11fnuz" else 1.0
 

@@ -7,7 +7,6 @@ XLA's scatter takes the rows one after the other, and waits for each.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core import pallas
 from vishwamai.core.qtensor import bits
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, Ref, Transfer
 
 MOST_TOKENS = 1 << 15
 """Tokens whose places scalar memory holds: two numbers of 4 bytes each."""
@@ -62,7 +61,7 @@ def put(pool: jax.Array, rows: jax.Array, page: jax.Array, slot: jax.Array) -> j
     return updated
 
 
-def _copy(page: Any, slot: Any, rows: Any, old: Any, pool: Any, copied: Any) -> None:
+def _copy(page: Ref, slot: Ref, rows: Ref, old: Ref, pool: Ref, copied: Ref) -> None:
     del old  # the same memory as `pool`
     tokens, pages, slots = rows.shape[0], *pool.shape[:2]
     group = min(_TOGETHER, slots)
@@ -70,14 +69,14 @@ def _copy(page: Any, slot: Any, rows: Any, old: Any, pool: Any, copied: Any) -> 
     first = pl.program_id(0) * per_core
     last = jnp.minimum(first + per_core, tokens)
 
-    def copy(row: Any, count: int, page: Any, slot: Any) -> Any:
+    def copy(row: int | jax.Array, count: int, page: int | jax.Array, slot: int | jax.Array) -> Transfer:
         into = pool.at[page, pl.ds(slot, count)]
         return pltpu.make_async_copy(rows.at[pl.ds(row, count)], into, copied.at[int(count > 1)])
 
     def wait(count: int) -> None:
         copy(0, count, 0, 0).wait()  # whose size all copies of so many rows have
 
-    def start(row: Any, count: int, active: Any, flying: Any) -> Any:
+    def start(row: jax.Array, count: int, active: jax.Array, flying: jax.Array) -> jax.Array:
         @pl.when(active & (flying == _FLYING))
         def _() -> None:
             wait(count)
@@ -88,13 +87,13 @@ def _copy(page: Any, slot: Any, rows: Any, old: Any, pool: Any, copied: Any) -> 
 
         return jnp.minimum(flying + active.astype(jnp.int32), _FLYING)
 
-    def exists(row: Any) -> Any:
+    def exists(row: jax.Array) -> jax.Array:
         return (page[row] >= 0) & (page[row] < pages)  # padding has no page
 
-    def copy_row(row: AnyArray, flying: object) -> Any:
+    def copy_row(row: jax.Array, flying: jax.Array) -> jax.Array:
         return start(row, 1, exists(row), flying)
 
-    def some(n: Any, flying: Any) -> Any:
+    def some(n: jax.Array, flying: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         row = first + n * group
         stop = jnp.minimum(row + group, last)
         joined = exists(row) & (stop == row + group)

@@ -6,7 +6,7 @@ A page lies in VMEM as [page, rows, D] with all heads of a token together. Rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from vishwamai.core.qtensor import bits
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, Ref
 from vishwamai.ops.paged_attention import tpu_unpack
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import PagedRefs, Shape
@@ -36,14 +36,14 @@ def heads_together(spec: PagedSpec) -> int:
     return max(1, per_word // 2) if spec.form == "combined" else per_word
 
 
-def flat_words(ref: Any) -> Any:
+def flat_words(ref: Any) -> Ref:
     """The reference `[tokens, rows, D]` as 32-bit words, `[tokens * words of a token, D]`."""
     tokens, rows, dim = ref.shape
     flat = ref.reshape(tokens * rows, dim)
     return flat.bitcast(jnp.uint32) if packing(ref.dtype) > 1 else flat
 
 
-def _words(ref: Any, first: int, tokens: int, word: int | None) -> jax.Array:
+def _words(ref: Ref, first: int, tokens: int, word: int | None) -> jax.Array:
     """32-bit words of `tokens` tokens from `first` on: word `word` of each, `[tokens, D]`, or with None all of them,
     `[tokens * words, D]`.
     """
@@ -119,8 +119,8 @@ def attend_ahead(
     slot: AnyArray,
     firsts: Iterable[int],
     chunk: int,
-    scores: Any,
-    weigh: Any,
+    scores: Callable[[int, int, int, int, jax.Array], jax.Array],
+    weigh: Callable[[int, jax.Array, jax.Array], None],
 ) -> None:
     """Works on the chunks of a block that begin at the keys `firsts`, head by head: each one's products are issued
     before the softmax of the one before, which hides behind them.
@@ -130,7 +130,7 @@ def attend_ahead(
       weigh: `weigh(index, logits, values)` adds them to the sums.
     """
     keys, group_size = shape.pages * spec.page_size, heads_together(spec)
-    waiting: list[tuple[Any, Any, Any]] = []
+    waiting: list[tuple[int, jax.Array, jax.Array]] = []
     for first in firsts:
         tokens = min(chunk, keys - first)
         for group in (None,) if shape.joint else range(spec.kv_heads // group_size):

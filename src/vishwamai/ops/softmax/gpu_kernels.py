@@ -21,8 +21,9 @@ def forward(x_ptr, y_ptr, rows, features, LOG: tl.constexpr, ROWS: tl.constexpr,
     offsets, keep = _place(rows, features, ROWS, COLUMNS)
     x = tl.load(x_ptr + offsets, mask=keep, other=float("-inf")).to(tl.float32)
     shifted = x - tl.max(x, 1)[:, None]
+    # Rows past the end are -inf throughout, and -inf - -inf is NaN: `keep` sets them to 0.
     e = tl.where(keep, tl.exp(shifted), 0.0)
-    total = tl.sum(e, 1)[:, None]
+    total = tl.sum(e, 1)[:, None]  # [ROWS, 1]
     if LOG:
         y = shifted - tl.log(total)
     else:
@@ -38,6 +39,7 @@ def backward(source_ptr, dy_ptr, dx_ptr, rows, features, LOG: tl.constexpr, ROWS
     if LOG:
         x = tl.load(source_ptr + offsets, mask=keep, other=float("-inf")).to(tl.float32)
         e = tl.where(keep, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
+        # d log_softmax: dy - softmax(x) * rowsum(dy)
         dx = dy - e * (tl.sum(dy, 1) / tl.sum(e, 1))[:, None]
     else:
         y = tl.load(source_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
@@ -68,6 +70,7 @@ def forward_in_tiles(x_ptr, y_ptr, rows, features, LOG: tl.constexpr, ROWS: tl.c
     """`forward` of rows of any length (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
+    # Sums by column: they are added up across the columns once, after the last tile.
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(0, features, COLUMNS):
         offsets, keep = _tile(row, rows, first, features, COLUMNS)
@@ -102,7 +105,7 @@ def backward_in_tiles(
             weighted += dy
         else:
             weighted += dy * tl.load(source_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
-    slope = tl.sum(weighted, 1)
+    slope = tl.sum(weighted, 1)  # [ROWS]: rowsum(y * dy), or for the logarithm rowsum(dy)
     if LOG:
         slope /= tl.sum(total, 1)
     for first in tl.range(0, features, COLUMNS):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from vishwamai.core.pallas import (
     vmem_budget,
 )
 from vishwamai.core.target import Target
+from vishwamai.core.types import Ref
 from vishwamai.ops.softmax.reference import gradient_rows, softmax_rows
 from vishwamai.ops.softmax.spec import Operands, Outputs, SoftmaxSpec
 
@@ -88,10 +89,12 @@ def heuristic(spec: SoftmaxSpec, target: Target) -> SoftmaxConfig:
     return SoftmaxConfig(rows, chunk, rows * _row_bytes(spec) + _chunk_bytes(spec, chunk))
 
 
-def _by_rows(spec: SoftmaxSpec, config: SoftmaxConfig, body: Any, name: str, **arrays: jax.Array) -> jax.Array:
+def _by_rows(
+    spec: SoftmaxSpec, config: SoftmaxConfig, body: Callable[..., jax.Array], name: str, **arrays: jax.Array
+) -> jax.Array:
     """Runs `body` on chunks of float32 rows of every array; its result has the first array's shape and dtype."""
 
-    def kernel(y_ref: Any, **sources: Any) -> None:
+    def kernel(y_ref: Ref, **sources: Ref) -> None:
 
         def chunk(i: jax.Array, carry: None) -> None:
             rows = pl.ds(pl.multiple_of(i * config.chunk_rows, config.chunk_rows), config.chunk_rows)

@@ -11,7 +11,6 @@ block, of dense columns with columns of the cotangent.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vishwamai.core.op import Implementation
 from vishwamai.core.pallas import LANES, call, round_up, sublanes
-from vishwamai.core.types import AnyArray, PyTree, Ref
+from vishwamai.core.types import AnyArray, PyTree, Ref, Transfer
 from vishwamai.ops.sparse.spec import Operands, Outputs, SparseSpec
 from vishwamai.ops.sparse.tpu_tiles import SparseConfig, heuristic, why_not
 
@@ -53,15 +52,15 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 
 def _product_body(
-    numbers: Any,
-    places: Any,
-    starts: Any,
-    dense: Any,
-    values: Any,
-    out: Any,
-    tiles: Any,
-    total: Any,
-    arrived: Any,
+    numbers: Ref,
+    places: Ref,
+    starts: Ref,
+    dense: Ref,
+    values: Ref,
+    out: Ref,
+    tiles: Ref,
+    total: Ref,
+    arrived: Ref,
     *,
     blocks: int,
     targets: int,
@@ -84,12 +83,12 @@ def _product_body(
 
     last_block = starts[first_start + targets]
 
-    def copy(n: Any) -> Any:
+    def copy(n: jax.Array) -> Transfer:
         slot = lax.rem(n, jnp.int32(depth))  # a ring of buffers
         source = values.at[group if own_values else 0, numbers[first_block + n]]
         return pltpu.make_async_copy(source, tiles.at[slot], arrived.at[slot])
 
-    def fetch(n: Any) -> None:
+    def fetch(n: jax.Array) -> None:
         pl.when(n < last_block)(lambda: copy(n).start())  # past the last block there is nothing to fetch
 
     # The list runs through all strips of a panel of dense rows, and so do the copies.
@@ -167,7 +166,7 @@ def _product(
 
 
 def _values_body(
-    numbers: Any, rows: Any, columns: Any, left: Ref, right: Any, out: Any, total: Any, *, m: int, steps: int
+    numbers: Ref, rows: Ref, columns: Ref, left: Ref, right: Ref, out: Ref, total: Ref, *, m: int, steps: int
 ) -> None:
     """One step of a block's gradient: the sum over M of left^T right grows by the product of `block_m` rows."""
     del numbers, rows, columns  # the index maps read them
@@ -211,13 +210,13 @@ def _values_gradient(
     def block_index(g: AnyArray, n: AnyArray) -> AnyArray:
         return (g * spec.blocks if own_lists else 0) + n
 
-    def left_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Any, rows: Any, columns: Any) -> PyTree:
+    def left_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Ref, rows: Ref, columns: Ref) -> PyTree:
         return g, i, rows[block_index(g, n)]
 
-    def right_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Any, rows: Any, columns: Any) -> PyTree:
+    def right_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Ref, rows: Ref, columns: Ref) -> PyTree:
         return g, i, columns[block_index(g, n)]
 
-    def out_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Any, *_: object) -> PyTree:
+    def out_index(g: AnyArray, n: AnyArray, i: AnyArray, numbers: Ref, *_: object) -> PyTree:
         return g, numbers[block_index(g, n)], 0, 0
 
     out_block = pl.BlockSpec((None, None, rows, columns), out_index)

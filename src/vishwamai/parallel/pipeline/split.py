@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from vishwamai.core.arguments import described
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.types import AnyArray, PyTree
+from vishwamai.core.types import PyTree
 from vishwamai.parallel.equations import evaluate
 
 
@@ -39,7 +39,9 @@ class SplitPart(NamedTuple):
     between: list[Any]
 
 
-def split_part(part: Callable[..., Any], params: PyTree, x: AnyArray, *extras: PyTree, sees: bool = False) -> SplitPart:
+def split_part(
+    part: Callable[..., Any], params: PyTree, x: jax.Array, *extras: PyTree, sees: bool = False
+) -> SplitPart:
     """Traces `y = part(params, x, *extras)` and takes its backward pass apart.
 
     Args:
@@ -63,10 +65,10 @@ def split_part(part: Callable[..., Any], params: PyTree, x: AnyArray, *extras: P
             raise ShapeError(f"pipeline: a parameter or an input is {described(leaf)}; pass floating arrays.")
     pulled: Any = None
 
-    def with_residuals(params: PyTree, x: AnyArray, *extras: PyTree) -> tuple[Any, PyTree]:
+    def with_residuals(params: PyTree, x: jax.Array, *extras: PyTree) -> tuple[Any, PyTree]:
         return part(params, x, *extras) if sees else (part(params, x, *extras), ())
 
-    def run(leaves: list[Any], x: AnyArray, extras: Any) -> tuple[Any, list[Any], list[Any]]:
+    def run(leaves: list[Any], x: jax.Array, extras: Any) -> tuple[Any, list[Any], list[Any]]:
         nonlocal pulled
         y, pull, seen = jax.vjp(
             lambda leaves, x: with_residuals(jax.tree.unflatten(tree, leaves), x, *extras), leaves, x, has_aux=True
@@ -74,6 +76,7 @@ def split_part(part: Callable[..., Any], params: PyTree, x: AnyArray, *extras: P
         residuals, pulled = jax.tree.flatten(pull)
         return y, jax.tree.leaves(seen), residuals
 
+    # The forward pass, whose results are y, what `part` reports, and the residuals of its backward pass.
     traced = jax.make_jaxpr(run)(types, x, extras)
     out = traced.out_avals[0]
     of_y, of_seen = jax.eval_shape(with_residuals, params, x, *extras)
@@ -91,22 +94,25 @@ def split_part(part: Callable[..., Any], params: PyTree, x: AnyArray, *extras: P
     entry = forward.jaxpr.invars[len(types)]
     of_x = _depends(forward.jaxpr, entry)
     residuals = forward.jaxpr.outvars[ends:]
+    # Only residuals that depend on x are kept for each microbatch; those of parameters and extras are computed again.
     saved = list(dict.fromkeys(v for v in residuals if not isinstance(v, Literal) and v in of_x))
     run_forward = _function(forward, forward.jaxpr.invars, [*forward.jaxpr.outvars[:ends], *saved])
     of_params = [i for i, v in enumerate(residuals) if isinstance(v, Literal) or v not in of_x]
     others = [v for v in forward.jaxpr.invars if v is not entry]
     run_params = _function(forward, others, [residuals[i] for i in of_params])
 
-    def pull(residuals: list[Any], dy: AnyArray) -> tuple[list[Any], Any]:
+    def pull(residuals: list[Any], dy: jax.Array) -> tuple[list[Any], Any]:
         return jax.tree.unflatten(pulled, residuals)(dy)
 
     back = _inlined(jax.make_jaxpr(pull)([v.aval for v in residuals], out))
     *in_residuals, in_dy = back.jaxpr.invars
     *out_params, out_x = back.jaxpr.outvars
+    # dx first, because the stage before waits for it; the gradients of parameters fill steps that would be idle.
     first = _needed(back.jaxpr, [out_x])
     second = [i for i in _needed(back.jaxpr, out_params) if i not in set(first)]
     computed = {v for i in first for v in back.jaxpr.eqns[i].outvars} | {in_dy}
     read = [v for i in second for v in back.jaxpr.eqns[i].invars] + list(out_params)
+    # What the second part reads of the first is kept until then, and not computed twice.
     between = list(dict.fromkeys(v for v in read if not isinstance(v, Literal) and v in computed))
     run_first = _function(back, [*in_residuals, in_dy], [out_x, *between], first)
     run_second = _function(back, [*in_residuals, *between], out_params, second)
@@ -118,13 +124,13 @@ def split_part(part: Callable[..., Any], params: PyTree, x: AnyArray, *extras: P
             values[i] = value
         return values
 
-    def run_part(params: PyTree, x: AnyArray, *extras: PyTree) -> tuple[Any, list[Any]]:
+    def run_part(params: PyTree, x: jax.Array, *extras: PyTree) -> tuple[Any, list[Any]]:
         y, *outputs = run_forward(*jax.tree.leaves(params), x, *jax.tree.leaves(extras))
         seen = jax.tree.unflatten(seen_tree, outputs[: ends - 1])
         return (y, seen) if sees else y, outputs[ends - 1 :]
 
     def input_gradient(
-        params: PyTree, residual_values: Sequence[object], dy: AnyArray, *extras: PyTree
+        params: PyTree, residual_values: Sequence[object], dy: jax.Array, *extras: PyTree
     ) -> tuple[Any, list[Any]]:
         dx, *values = run_first(*parameter_gradients(params, residual_values, extras), dy)
         return dx, values

@@ -63,7 +63,7 @@ def zeros_like(tree: PyTree) -> PyTree:
 _CHOSEN = "tick_"
 
 
-def chosen_by(column: str) -> AbstractContextManager[Any]:
+def chosen_by(column: str) -> AbstractContextManager[object]:
     """The scope of a branch that a column of `Ticks.table` chooses; `column_of` reads it in the compiled program."""
     return jax.named_scope(_CHOSEN + column)
 

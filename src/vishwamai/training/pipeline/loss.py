@@ -29,13 +29,13 @@ from vishwamai.training.config import LossSection
 from vishwamai.training.fp8 import are_scales, detach
 from vishwamai.training.gather import gathered
 from vishwamai.training.head import head_operands
+from vishwamai.training.losses import EXPERT_COUNTS, head_loss
 from vishwamai.training.packing import IGNORED, REFERENCE
 from vishwamai.training.parameter_names import LAYERS
 from vishwamai.training.pipeline.stages import Stages
 from vishwamai.training.preferences import answer_logprobs
 from vishwamai.training.remat import layer_wrapper
 from vishwamai.training.sharding import PIPELINE
-from vishwamai.training.step import EXPERT_COUNTS, head_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class PipelinedLoss:
           frozen: the layers below adapters; () without adapters.
 
         Returns:
-          Its output, and the share that its experts have in the sums of `step.model_loss`.
+          Its output, and the share that its experts have in the sums of `losses.model_loss`.
         """
         if self.adapt is not None:
             layers = self.adapt({LAYERS: frozen}, layers)[LAYERS]

@@ -195,7 +195,7 @@ def _way(spec: AttentionSpec, mesh: Any, over: tuple[str, ...], implementation: 
     return "ulysses", f"{_SAID['ulysses']}, because a ring declines: {reasons['ring']}"
 
 
-def _of_two(mesh: object, over: tuple[str, ...]) -> tuple[AxisLinks, AxisLinks] | None:
+def _of_two(mesh: Any, over: tuple[str, ...]) -> tuple[AxisLinks, AxisLinks] | None:
     """The links of the axes of a ring and of the last axis, which exchanges heads; None for one axis, or where they are
     not known.
     """
