@@ -13,10 +13,15 @@ import transformers
 
 import world
 from vishwamai.cli import main
+from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models import from_pretrained
 from vishwamai.models.checkpoint import named_parameters
 from vishwamai.models.compressing import packed
+from vishwamai.models.format_choice import losses
+from vishwamai.models.gptq import gptq
+from vishwamai.models.moments import layer_moments
+from vishwamai.models.storage import Storage
 from vishwamai.ops.quantization import quantize
 from vishwamai.ops.quantization.search import searched
 
@@ -78,15 +83,111 @@ def test_words_are_those_of_the_library(bits):
 
 
 @pytest.mark.turns(2)
-def test_a_calibration_weighs_the_errors(source, text, tmp_path, capsys):
-    words = ["quantize", str(source), "--format", "int4", "--max-tokens", "32", "-o"]
+def test_a_calibration_lessens_the_loss_that_int4_adds(source, text, tmp_path, capsys):
+    words = ["quantize", str(source), "--format", "int4", "--max-tokens", "700", "-o"]
     assert main([*words, str(tmp_path / "plain")]) == 0
     assert main([*words, str(tmp_path / "calibrated"), "--calibrate", str(text)]) == 0
-    assert "int4, a scale for 32 inputs" in capsys.readouterr().out
-    plain, calibrated = (from_pretrained(tmp_path / name, dtype=jnp.float32) for name in ("plain", "calibrated"))
-    assert any((a != b).any() for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(calibrated)))
-    assert main(["evaluate", str(tmp_path / "calibrated"), "--text", str(text), "--quantize", "keep", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["quantize"] == "keep"
+    assert "int4, a scale for 32 inputs; 4.5 bits a weight" in capsys.readouterr().out
+    divergences = []
+    for name in ("plain", "calibrated"):
+        words = ["evaluate", str(tmp_path / name), "--text", str(text), "--quantize", "keep", "--against", str(source)]
+        assert main([*words, "--dtype", "float32", "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["quantize"] == "keep"
+        divergences.append(result["against"]["kl"])
+    assert 0 < divergences[1] < 0.9 * divergences[0], divergences
+
+
+@pytest.fixture(scope="module")
+def mixed(source, text, tmp_path_factory):
+    """A directory of int4 and int8, of at most 6 bits in the mean."""
+    out = tmp_path_factory.mktemp("mixed") / "out"
+    words = ["--format", "int4", "--calibrate", str(text), "--max-tokens", "120", "--bits", "6"]
+    assert main(["quantize", str(source), *words, "-o", str(out)]) == 0
+    return out
+
+
+def test_a_mix_of_formats_has_the_bits_and_the_numbers_that_transformers_reads(mixed):
+    from safetensors.numpy import load_file
+
+    tensors = load_file(mixed / "model.safetensors")
+    sizes = {name: tensor for name, tensor in tensors.items() if name.endswith("weight_shape")}
+    numbers = sum(int(np.prod(shape)) for shape in sizes.values())
+    stored = sum(8 * tensors[name.replace("_shape", end)].nbytes for name in sizes for end in ("_packed", "_scale"))
+    assert 4.6 < stored / numbers <= 6
+    config = json.loads((mixed / "config.json").read_text())["quantization_config"]
+    groups = {group["weights"]["num_bits"]: set(group["targets"]) for group in config["config_groups"].values()}
+    assert set(groups) == {4, 8} and sum(map(len, groups.values())) == len(sizes) and "Linear" not in groups[4]
+    for fused in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        assert len({f"model.layers.0.{name}" in groups[8] for name in fused}) == 1  # vLLM wants one scheme for these
+    peer = transformers.AutoModelForCausalLM.from_pretrained(mixed, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = peer(torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(logits(mixed), expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_a_mix_of_formats_is_served_as_it_is_evaluated(mixed):
+    from vishwamai.inference import Request, Sampling
+    from vishwamai.inference.evaluation import Passes
+    from vishwamai.inference.loading import plan_load
+
+    planned = plan_load(mixed, quantize="keep", max_sequences=1, max_tokens=64, max_length=256)
+    engine = planned.engine(compile="lazy")
+    deltas = []
+    engine.submit(Request(tuple(TOKENS[0]), Sampling(max_new_tokens=1, temperature=0.0, logprobs=1), deltas.append))
+    while not engine.idle:
+        engine.step()
+    passes = Passes(planned.decoder(), 64, None, tokenizer=planned.tokenizer)
+    hidden = passes.hidden([*TOKENS[0], 0], 0)[len(TOKENS[0]) - 1]
+    scores = jax.nn.log_softmax(passes.model.logits(hidden).astype(jnp.float32))
+    entry = deltas[0].logprobs[0]
+    np.testing.assert_allclose(scores[deltas[0].token_ids[0]], entry.logprob, atol=1e-3)
+
+
+def test_error_feedback_lessens_the_error_of_a_product():
+    keys = jax.random.split(jax.random.key(0), 4)
+    weight = np.asarray(jax.random.normal(keys[0], (96, 24)) * jnp.exp(jax.random.normal(keys[1], (96, 1))))
+    x = np.array(jax.random.normal(keys[2], (400, 96)) @ jax.random.normal(keys[3], (96, 96)), np.float64)
+    x[:, 5] = 0.0  # an input that the text never has
+    moments = x.T @ x / len(x)
+
+    def error(q, moments=moments):
+        difference = np.asarray(q.dequantize(), np.float64) - weight
+        return np.trace(difference.T @ moments @ difference)
+
+    for form, block in (("int4", 32), ("int8", 32)):
+        least = searched(jnp.asarray(weight), form, block, jnp.diagonal(moments), scale_dtype="bfloat16")
+        q = gptq(weight, moments, form, block, "bfloat16")
+        assert error(q) < 0.75 * error(least), (form, block)
+        assert q.values.dtype == least.values.dtype and q.scales.shape == least.scales.shape
+        assert (q.scales == q.scales.astype(jnp.bfloat16)).all()
+    alike = gptq(weight, np.zeros((96, 96)), "int4", 32)  # nothing to make up for: every number by itself
+    np.testing.assert_array_equal(alike.values, searched(jnp.asarray(weight), "int4", 32).values)
+    few = x[:3].T @ x[:3] / 3  # of fewer tokens than inputs
+    assert error(gptq(weight, few, "int4", 32), few) < 0.1 * error(searched(jnp.asarray(weight), "int4", 32), few)
+    for wrong in (moments[:32, :32], np.full_like(moments, np.nan)):
+        with pytest.raises(ShapeError, match="moments"):
+            gptq(weight, wrong, "int4", 32)
+
+
+def test_the_moments_of_a_layer_are_those_of_the_rounded_layers_before_it():
+    model = from_pretrained(world.tiny("llama2", num_hidden_layers=2), dtype="float32")
+    hidden = model(jnp.asarray(TOKENS))
+    first, second = layer_moments(model, TOKENS)
+    np.testing.assert_array_equal(model(jnp.asarray(TOKENS)), hidden)
+    changed = layer_moments(model, TOKENS)
+    np.testing.assert_array_equal(next(changed)["down"], first["down"])
+    down = model.layers[0].down
+    down.set_value(down.get_value() * 30)
+    assert np.abs(next(changed)["query"] - second["query"]).max() > 1e-3
+
+
+@pytest.mark.turns(2)
+def test_the_loss_that_rounding_adds_grows_with_the_error(source):
+    model = from_pretrained(source, dtype="float32")
+    (fine, coarse) = (losses(model, TOKENS, storage) for storage in (Storage("int8", 32), Storage("int4", 32)))
+    assert set(fine) == {(0, "attention"), (0, "output"), (0, "unit"), (0, "down")}
+    assert all(0 < 50 * fine[unit] < coarse[unit] for unit in fine)
 
 
 @pytest.mark.turns(2)
@@ -126,12 +227,18 @@ def test_what_cannot_be_written_is_named(source, text, tmp_path, capsys):
     full.mkdir()
     (full / "config.json").write_text("{}")
     odd = world.tiny("llama2", intermediate_size=48)
+    short = tmp_path / "short"
+    short.write_text("")
     for words, said in (
         ([str(source), "--format", "int4", "-o", str(full)], "holds a model already; choose a new directory."),
         ([str(source), "--format", "int4", "-o", str(source)], "holds a model already"),
         ([str(tmp_path / "none"), "--format", "int4"], "none: expected a directory with config.json"),
         ([str(odd), "--format", "int4"], "the products have 32, 48 inputs, which are not multiples of 32"),
         ([str(source), "--format", "fp8", "--calibrate", str(text)], "fp8 has one scale for each output"),
+        ([str(source), "--format", "int4", "--bits", "5"], "--bits chooses the products by a calibration text"),
+        ([str(source), "--format", "int8", "--bits", "5", "--calibrate", str(text)], "a mean goes with int4."),
+        ([str(source), "--format", "int4", "--bits", "4", "--calibrate", str(text)], "from 4.5 (int4) to 8.5 (int8)"),
+        ([str(source), "--format", "int4", "--calibrate", str(short)], "the text has 1 tokens; pass a longer one."),
         ([str(source), "--format", "int4", "--calibrate", "none"], "--calibrate none: No such file or directory"),
     ):
         words = words if "-o" in words else [*words, "-o", str(tmp_path / "out")]

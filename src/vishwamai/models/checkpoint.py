@@ -319,6 +319,20 @@ def _read_quantized(
     )
 
 
+def replace_products(model: Decoder, layer: int, tensors: Mapping[str, Computed]) -> None:
+    """Replaces those weights of a layer's products, in place, whose tensors are all among `tensors`.
+
+    Args:
+      model: decoder with plain weights, whose layers are not stacked.
+      tensors: the new tensors, as a plain checkpoint names them.
+    """
+    for name, parameter in model.config.layers[layer].parameters(model.config).items():
+        where = piece(model.config, name, parameter, layer) if parameter.matrix else None
+        if where is not None and all(tensor in tensors for tensor in where.tensors):
+            value = _read(parameter, [where], [[tensors[tensor] for tensor in where.tensors]], model.dtype, None)
+            getattr(model.layers[layer], name).set_value(value)
+
+
 def _read(
     parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], dtype: DTypeLike, sharding: Any
 ) -> jax.Array:

@@ -2,16 +2,18 @@
 reads and vLLM documents; `from_pretrained(directory, quantize="keep")` reads it too.
 
 int8 and int4 are "pack-quantized": numbers plus 2^(bits - 1), side by side in words of 32 bits, with a scale for each
-group of neighbours along the input. fp8 is "float-quantized", with a scale for each output. Tensors are read, rounded
-and written one by one.
+group of neighbours along the input. fp8 is "float-quantized", with a scale for each output. With a calibration text,
+the layers are rounded in turn (`gptq`), and products of int4 may become int8 (`format_choice`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +23,25 @@ import numpy as np
 
 from vishwamai.core import caches
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.models.checkpoint import quantization
+from vishwamai.core.qtensor import QTensor
+from vishwamai.models.checkpoint import from_pretrained, quantization, replace_products
 from vishwamai.models.config import ModelConfig, read_config
+from vishwamai.models.decoder import Decoder
+from vishwamai.models.format_choice import losses, unit, widened
 from vishwamai.models.gguf import model_directory
-from vishwamai.models.importance import Place
+from vishwamai.models.gptq import gptq
+from vishwamai.models.moments import layer_moments
+from vishwamai.models.published import Computed
 from vishwamai.models.saving import drafted
 from vishwamai.models.shards import Stored, read_index
+from vishwamai.models.storage import Storage
 from vishwamai.models.tensors import piece
 from vishwamai.models.text_part import text_tensors
 from vishwamai.models.values import read_json
 from vishwamai.ops.quantization import quantize
 from vishwamai.ops.quantization.search import searched
 
-_SCALES = ml_dtypes.bfloat16
+_SCALES = np.dtype(ml_dtypes.bfloat16)
 """Dtype of the scales in the files: models in bfloat16 compute with them as they are."""
 
 _WEIGHTS = ("*.safetensors*", "*.bin", "*.bin.index.json", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx")
@@ -54,25 +62,47 @@ class Compression:
         kind = {"num_bits": self.bits, "type": "float" if floats else "int", "symmetric": True, "dynamic": False}
         return kind | strategy
 
-    def tensors(self, stem: str, weight: np.ndarray, importance: np.ndarray | None) -> dict[str, np.ndarray]:
-        """The tensors that stand for a weight `[out, in]`."""
-        x = jnp.asarray(weight, jnp.float32).T
+    @property
+    def format(self) -> str:
+        """Its name in `COMPRESSIONS`."""
+        return "fp8" if self.group_size is None else f"int{self.bits}"
+
+    @property
+    def bits_with_scales(self) -> float:
+        """Bits of a weight in the file, of those with one scale for each output without it."""
+        return self.bits if self.group_size is None else self.bits + 16 / self.group_size
+
+    def __str__(self) -> str:
+        shared = "each output" if self.group_size is None else f"{self.group_size} inputs"
+        return f"{self.format}, a scale for {shared}"
+
+    def rounded(self, weight: np.ndarray, moments: np.ndarray | None = None) -> QTensor:
+        """A weight `[out, in]` as a `QTensor` `[in, out]`.
+
+        Args:
+          moments: second moments of the inputs, by which `gptq` rounds; None searches scales alone.
+        """
+        x = weight.astype(np.float32).T
         if self.group_size is None:
-            q = quantize(x, "fp8", axis=-2)
-            values, scales = np.asarray(q.values).T, np.asarray(q.scales).T.astype(np.float32)
-            return {
-                f"{stem}.weight": np.ascontiguousarray(values),
-                f"{stem}.weight_scale": np.ascontiguousarray(scales),
-            }
-        name = "int8" if self.bits == 8 else "int4"
-        weights = None if importance is None else jnp.asarray(importance)
-        q = searched(x, name, self.group_size, weights, scale_dtype="bfloat16")
-        return {
+            return quantize(jnp.asarray(x), self.format, axis=-2)
+        if moments is None:
+            return searched(jnp.asarray(x), self.format, self.group_size, scale_dtype=_SCALES.name)
+        return gptq(x, moments, self.format, self.group_size, _SCALES.name)
+
+    def tensors(self, stem: str, q: QTensor) -> dict[str, np.ndarray]:
+        """The tensors of a rounded weight."""
+        dtype = np.dtype(np.float32) if self.group_size is None else _SCALES
+        scales = {f"{stem}.weight_scale": np.ascontiguousarray(np.asarray(q.scales).T.astype(dtype))}
+        if self.group_size is None:
+            return scales | {f"{stem}.weight": np.ascontiguousarray(np.asarray(q.values).T)}
+        return scales | {
             f"{stem}.weight_packed": packed(np.asarray(q.values.astype(jnp.int8)).T, self.bits),
-            f"{stem}.weight_scale": np.ascontiguousarray(np.asarray(q.scales).T.astype(_SCALES)),
-            f"{stem}.weight_shape": np.array(weight.shape, np.int64),
+            f"{stem}.weight_shape": np.array(q.shape[::-1], np.int64),
         }
 
+
+Place = tuple[int, str]
+"""A layer, and the name of a parameter."""
 
 COMPRESSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
     "int8": (8, (64, 32)),
@@ -80,6 +110,12 @@ COMPRESSIONS: dict[str, tuple[int, tuple[int, ...] | None]] = {
     "fp8": (8, None),
 }
 """By format: bits, and group sizes of which the first that divides all inputs is taken (None: no groups)."""
+
+_WIDE = "int8"
+"""Format of the products that get more bits than int4."""
+
+_LOSS_ROW, _LOSS_ROWS = 128, 32
+"""Tokens of a text for `losses`, and the largest number of texts."""
 
 
 def packed(values: np.ndarray, bits: int) -> np.ndarray:
@@ -156,21 +192,43 @@ def check_source(source: Path, format: str) -> tuple[Path, Mapping[str, Stored],
     return directory, index, places, compression(format, places, index)
 
 
+def check_bits(
+    form: Compression, bits: float, tensors: Mapping[str, Place], index: Mapping[str, Stored]
+) -> Compression:
+    """How the products are written that get more bits than `form`, of which all have `bits` in the mean.
+
+    Raises:
+      ShapeError: the mean is out of range, or the format is not int4.
+    """
+    if form.format != "int4":
+        raise ShapeError(f"quantize: `bits` is {bits:g}, but the format is {form.format}; a mean goes with int4.")
+    wide = compression(_WIDE, tensors, index)
+    low, high = form.bits_with_scales, wide.bits_with_scales
+    if not low <= bits <= high:
+        raise ShapeError(f"quantize: `bits` is {bits:g}; pass a mean from {low:g} (int4) to {high:g} (int8).")
+    return wide
+
+
 def write_compressed(
     source: Path,
     target: Path,
     format: str,
-    importance: Mapping[Place, np.ndarray] | None = None,
+    rows: Sequence[Sequence[int]] | None = None,
+    bits: float | None = None,
     on_tensor: Callable[[int, int], None] = lambda done, total: None,
-) -> Compression:
+) -> dict[Compression, int]:
     """Writes a quantized checkpoint into a directory, with the tokenizer and the other files of its source.
 
     Args:
       source: directory of a plain checkpoint, or a GGUF file.
       target: directory to write into; its weights are whole or absent.
       format: "int8", "int4" or "fp8".
-      importance: result of `importance.importance`; None weighs all inputs alike.
+      rows: token ids of calibration texts, for `gptq`; None searches each scale alone. Not for "fp8".
+      bits: mean bits of a rounded weight, scales included; the products that matter most get int8. It needs `rows`.
       on_tensor: function that gets the number of weights that were rounded, and of all.
+
+    Returns:
+      The number of weights in each form.
 
     Raises:
       UnsupportedError: the checkpoint is quantized, has parts other than the decoder, or products that the form does
@@ -180,20 +238,24 @@ def write_compressed(
     from safetensors import SafetensorError
 
     directory, index, places, form = check_source(source, format)
-    tensors: dict[str, np.ndarray] = {}
-    for name, stored in index.items():
-        if name not in places:
-            tensors[name] = np.asarray(stored.read())
-            continue
-        on_tensor(len([key for key in tensors if key.endswith("_scale")]), len(places))
-        weights = None if importance is None else importance.get(places[name])
-        tensors |= form.tensors(name.removesuffix(".weight"), np.asarray(stored.read()), weights)
+    forms = dict.fromkeys(places, form)
+    if rows is None or form.group_size is None:
+        rounded = ((name, form.rounded(np.asarray(index[name].read()))) for name in places)
+    else:
+        model = from_pretrained(directory, dtype="float32")
+        if bits is not None:
+            forms |= _wide_forms(model, rows, bits, form, places, index)
+        rounded = _calibrated(model, rows, forms, places, index)
+    tensors = {name: np.asarray(stored.read()) for name, stored in index.items() if name not in places}
+    for done, (name, q) in enumerate(rounded):
+        on_tensor(done, len(places))
+        tensors |= forms[name].tensors(name.removesuffix(".weight"), q)
     values = read_json(directory / "config.json")
     values["quantization_config"] = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized" if form.group_size is None else "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": form.settings, "input_activations": None}},
+        "config_groups": _groups(forms),
         "ignore": _plain_modules(index, places),
         "kv_cache_scheme": None,
     }
@@ -204,7 +266,69 @@ def write_compressed(
     ):
         _copy_files(directory, target)
         caches.write(target / "config.json", json.dumps(values, indent=2) + "\n")
-    return form
+    counts = dict.fromkeys(forms.values(), 0)
+    for name, entry in forms.items():
+        counts[entry] += math.prod(index[name].shape)
+    return counts
+
+
+def _wide_forms(
+    model: Decoder,
+    rows: Sequence[Sequence[int]],
+    bits: float,
+    form: Compression,
+    places: Mapping[str, Place],
+    index: Mapping[str, Stored],
+) -> dict[str, Compression]:
+    """The tensors that get more bits than `form`, with their form."""
+    wide = check_bits(form, bits, places, index)
+    ids = [token for row in rows for token in row][: _LOSS_ROW * _LOSS_ROWS]
+    parts = [ids[start : start + _LOSS_ROW] for start in range(0, len(ids), _LOSS_ROW)]
+    sizes: dict[Any, int] = {}
+    for name, place in places.items():
+        sizes[unit(*place)] = sizes.get(unit(*place), 0) + math.prod(index[name].shape)
+    share = (bits - form.bits_with_scales) / (wide.bits_with_scales - form.bits_with_scales)
+    chosen = widened(losses(model, parts, Storage(form.format, form.group_size)), sizes, share)
+    return {name: wide for name, place in places.items() if unit(*place) in chosen}
+
+
+def _calibrated(
+    model: Decoder,
+    rows: Sequence[Sequence[int]],
+    forms: Mapping[str, Compression],
+    places: Mapping[str, Place],
+    index: Mapping[str, Stored],
+) -> Iterator[tuple[str, QTensor]]:
+    """The tensors of the products, rounded by the inputs that the rounded layers before them give."""
+    for layer, moments in enumerate(layer_moments(model, rows)):
+        replaced: dict[str, Computed] = {}
+        for name, (number, parameter) in places.items():
+            if number != layer:
+                continue
+            stored = index[name]
+            q = forms[name].rounded(np.asarray(stored.read()), moments.get(parameter))
+            yield name, q
+            replaced[name] = Computed(stored.path, stored.shape, functools.partial(_plain, q))
+        replace_products(model, layer, replaced)
+
+
+def _plain(q: QTensor) -> np.ndarray:
+    return np.asarray(q.dequantize()).T
+
+
+def _groups(forms: Mapping[str, Compression]) -> dict[str, Any]:
+    """`config_groups`. Of several, each lists its modules: vLLM looks for the class before the parts of fused ones."""
+    modules: dict[Compression, list[str]] = {}
+    for name, form in forms.items():
+        modules.setdefault(form, []).append(name.removesuffix(".weight"))
+    return {
+        f"group_{i}": {
+            "targets": ["Linear"] if len(modules) == 1 else sorted(names),
+            "weights": form.settings,
+            "input_activations": None,
+        }
+        for i, (form, names) in enumerate(modules.items())
+    }
 
 
 def _plain_modules(index: Mapping[str, Stored], places: Mapping[str, Place]) -> list[str]:

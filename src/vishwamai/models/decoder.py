@@ -200,6 +200,17 @@ class Decoder(nnx.Module):
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
         return logits.reshape(*hidden.shape[:-1], self.config.vocab_size)
 
+    def first_carry(self, ids: Any, tokens: Rows | Step, pools: tuple[Any, ...] | None = None) -> tuple[Any, Any]:
+        """The carry of the first layer, and the inputs that layers have besides it: arguments of `run_segment`."""
+        axes = tokens.axes if isinstance(tokens, Rows) else ONE_DEVICE
+        top = self.top_arrays()
+        x = embedded(self.config, top, ids, self.dtype, axes, tokens.positions)
+        inputs = layer_inputs(self.config, top, ids, x, axes)
+        if self.config.altup is not None:
+            x = first_streams(self.config, top, x)
+        memory = {**first_index(self.config, x.shape[:2], tokens, pools), **first_memory(self.config, x)}
+        return (x, jnp.zeros_like(x), memory), inputs
+
     def _run(
         self,
         ids: jax.Array,
@@ -208,14 +219,7 @@ class Decoder(nnx.Module):
         wrap: Callable[..., Any],
         token_mask: jax.Array | None = None,
     ) -> tuple[Any, Any, tuple[ExpertLoad | None, ...]]:
-        axes = tokens.axes if isinstance(tokens, Rows) else ONE_DEVICE
-        top = self.top_arrays()
-        x = embedded(self.config, top, ids, self.dtype, axes, tokens.positions)
-        inputs = layer_inputs(self.config, top, ids, x, axes)
-        if self.config.altup is not None:
-            x = first_streams(self.config, top, x)
-        memory = {**first_index(self.config, x.shape[:2], tokens, pools), **first_memory(self.config, x)}
-        carry, states, start = (x, jnp.zeros_like(x), memory), [], 0
+        (carry, inputs), states, start = self.first_carry(ids, tokens, pools), [], 0
         loads: list[ExpertLoad | None] = []
         periods: dict[Any, Callable[..., Any]] = {}
         for segment in segments(self.config, self.stacked):
@@ -228,6 +232,7 @@ class Decoder(nnx.Module):
             states += part or ()
             loads += load
             start = end
+        top = self.top_arrays()
         stream, delta, _ = carry
         if self.config.altup is not None:
             stream, delta = last_stream(self.config, top, stream + delta), None
