@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.linalg import solve_triangular
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import FORMATS, QTensor
@@ -84,7 +83,7 @@ def _factor(moments: np.ndarray) -> np.ndarray:
     reversed order, which is V, upper triangular, with `V V^T` the matrix.
     """
     upper = np.linalg.cholesky(moments[::-1, ::-1])[::-1, ::-1]
-    return solve_triangular(upper, np.eye(len(upper)), lower=False).astype(np.float32)
+    return np.triu(np.linalg.inv(upper)).astype(np.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "scale_dtype"))
