@@ -23,6 +23,7 @@ READ = {
         ("serve", "ssl_certfile"),
         ("serve", "ssl_keyfile"),
         ("serve", "programs"),
+        ("serve", "cache_dir"),  # written where that is possible: no start and no answer fails of it
     ),
     *(
         ("compile", "directory"),

@@ -14,7 +14,7 @@ import transformers
 
 from serving import serving, write_tokenizer
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.inference import Sampling, plan_load
+from vishwamai.inference import CacheTiers, Sampling, plan_load
 from vishwamai.inference.server.settings import Settings
 from vishwamai.models import read_config
 from vishwamai.models.adapters import AdaptedWeight, AdapterSizes, read_adapter
@@ -98,14 +98,14 @@ def test_places_are_used_again_and_nothing_is_compiled(folder):
     engine = load(folder / "base", adapters=AdapterSizes(1, 8)).engine()
     compiled = engine.programs.compiled
     prompts = [PROMPTS[0]]
-    for name in ("a", "b", "a"):
+    for name, cached in (("a", 0), ("b", 0), ("a", 32)):  # the same adapter again goes on after its own pages
         engine.load_adapter("one", folder / name)
         with pytest.raises(ShapeError, match="loaded already"):
             engine.load_adapter("one", folder / name)
         with pytest.raises(ShapeError, match="all 1 places"):
             engine.load_adapter("two", folder / name)
         answer = engine.generate(prompts, GREEDY, ["one"])[0]
-        assert answer.token_ids == greedy(folder / f"merged-{name}", prompts)[0] and answer.cached == 0
+        assert answer.token_ids == greedy(folder / f"merged-{name}", prompts)[0] and answer.cached == cached
         engine.unload_adapter("one")
         with pytest.raises(ShapeError, match="no adapter 'one'"):
             engine.generate(prompts, GREEDY, ["one"])
@@ -210,3 +210,26 @@ def test_requests_name_an_adapter_as_their_model(folder):
     with serving(engine, Settings("tiny")) as address:
         for route in ("load", "unload"):
             assert httpx.post(f"{address}/v1/{route}_lora_adapter", json={"lora_name": "a"}).status_code == 403
+
+
+@pytest.mark.long
+def test_prefixes_of_adapters_come_back_for_the_same_adapter_alone(folder, tmp_path):
+    tiers = CacheTiers(tmp_path)
+
+    def started():
+        return load(folder / "base", adapters=AdapterSizes(2, 8)).engine(compile="lazy", tiers=tiers)
+
+    def answer(engine, name):
+        (answer,) = engine.generate(PROMPTS[:1], GREEDY, [name])
+        return answer.token_ids, answer.cached
+
+    engine = started()
+    engine.load_adapter("mine", folder / "a")
+    tokens, cached = answer(engine, "mine")
+    assert cached == 0
+    engine.stop()
+    engine = started()
+    engine.load_adapter("mine", folder / "b")  # first too, and of the same name
+    assert answer(engine, "mine") == (greedy(folder / "merged-b", PROMPTS[:1])[0], 0)
+    engine.load_adapter("other", folder / "a")
+    assert answer(engine, "other") == (tokens, 32) and tokens == greedy(folder / "merged-a", PROMPTS[:1])[0]

@@ -60,7 +60,7 @@ def test_a_missing_tokenizer_is_said_once(tmp_path, capsys, monkeypatch):
     write_model(tmp_path)
     parser = argparse.ArgumentParser()
     serve.configure(parser)
-    monkeypatch.setattr(model, "load", lambda planned, compile: (None, {}))
+    monkeypatch.setattr(model, "load", lambda planned, compile, tiers: (None, {}))
     text = f"{tmp_path / 'tokenizer.json'} is missing: prompts and answers are token ids only\n"
     for count in (0, 1):
         serve._models(parser.parse_args([str(tmp_path), "--max-length", "64"]))
@@ -99,6 +99,29 @@ def test_sigterm_lets_answers_end_and_a_killed_server_starts_again(directory):
         assert httpx.post(f"{address}/v1/completions", json={"prompt": "x"}).status_code == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
+
+
+@pytest.mark.long
+def test_a_later_start_computes_the_new_tokens_of_a_known_prompt_alone(directory, tmp_path):
+    prompt = list(range(3, 203))
+    answers, metrics = [], []
+    for _ in range(2):
+        with started(directory, "--cache-dir", str(tmp_path / "cache")) as (process, address):
+            body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+            body["return_token_ids"] = True
+            answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
+            details = answer["usage"]["prompt_tokens_details"]
+            answers.append((answer["choices"][0]["token_ids"], details["cached_tokens"]))
+            metrics.append(httpx.get(f"{address}/metrics").text)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+    (tokens, cached), (again, restored) = answers
+    assert tokens == again and (cached, restored) == (0, 192)
+    for text, computed, hits in zip(metrics, (207, 15), (0, 12)):
+        assert f"vishwamai_computed_tokens_total {computed}.0" in text
+        assert f'vishwamai_tier_hits_total{{tier="disk"}} {hits}.0' in text
+    stored = list((tmp_path / "cache").glob("*/*"))
+    assert {path.stat().st_mode & 0o777 for path in stored} == {0o600} and len(stored) == 12
 
 
 BROKEN = """

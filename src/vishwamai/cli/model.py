@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.model_options import adapter_sizes as adapter_sizes
 from vishwamai.cli.model_options import add_adapter_sizes as add_adapter_sizes
+from vishwamai.cli.model_options import add_cache_tiers as add_cache_tiers
 from vishwamai.cli.model_options import add_compile as add_compile
 from vishwamai.cli.model_options import add_form_options as add_form_options
 from vishwamai.cli.model_options import add_model_options as add_model_options
 from vishwamai.cli.model_options import add_optimization as add_optimization
+from vishwamai.cli.model_options import cache_tiers as cache_tiers
 from vishwamai.cli.model_options import optimization
 from vishwamai.core import logs
 from vishwamai.core.errors import VishwamaiError
@@ -27,7 +29,7 @@ from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
     from vishwamai.core.optimization import Optimization, Purpose
-    from vishwamai.inference import Embedder, Engine, Load
+    from vishwamai.inference import CacheTiers, Embedder, Engine, Load
     from vishwamai.models.adapters import AdapterSizes
 
 
@@ -160,8 +162,8 @@ def _drafts(arguments: argparse.Namespace) -> int:
     return 4 if arguments.draft_tokens is None else arguments.draft_tokens
 
 
-def load(planned: Load, compile: str = "ahead") -> tuple[Engine, dict[str, float]]:
-    """The engine, and the seconds that loading and compiling took.
+def load(planned: Load, compile: str = "ahead", tiers: CacheTiers | None = None) -> tuple[Engine, dict[str, float]]:
+    """The engine, and the seconds that loading and compiling took; `compile` and `tiers` are arguments of `Engine`.
 
     Compiled programs are kept in `JAX_COMPILATION_CACHE_DIR`, by default `~/.cache/vishwamai/jax`, for the next start;
     programs of a mesh of CPU devices are not kept (`vishwamai.parallel.mesh.compile_collectives_anew`).
@@ -174,7 +176,7 @@ def load(planned: Load, compile: str = "ahead") -> tuple[Engine, dict[str, float
         keep_programs()
     started = time.monotonic()
     compiling = [started]
-    engine = planned.engine(_progress(compiling, compile == "lazy"), compile, say)
+    engine = planned.engine(_progress(compiling, compile == "lazy"), compile, say, tiers)
     ready = time.monotonic()
     say(f"ready after {ready - started:.1f} s: {engine.programs.summary}")
     return engine, {"load_s": compiling[-1] - started, "compile_s": ready - compiling[-1]}

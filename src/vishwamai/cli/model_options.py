@@ -12,6 +12,7 @@ from vishwamai.cli.function import CommandError
 
 if TYPE_CHECKING:
     from vishwamai.core.optimization import Optimization
+    from vishwamai.inference import CacheTiers
     from vishwamai.models.adapters import AdapterSizes
 
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
@@ -111,6 +112,41 @@ def add_adapter_sizes(parser: argparse.ArgumentParser, default: str) -> None:
     """The places for adapters; `default` is the text of their number."""
     parser.add_argument("--max-adapters", type=int, metavar="N", help=f"adapters that are loaded at once ({default})")
     parser.add_argument("--max-adapter-rank", type=int, default=16, metavar="N", help="the highest of an adapter (16)")
+
+
+def add_cache_tiers(parser: argparse.ArgumentParser) -> None:
+    """Where prefixes go that give way to others on the device."""
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep prefixes on a disk that give way to others, and those of the device at the end, for this server, "
+        "its next start and others",
+    )
+    parser.add_argument(
+        "--cache-dir-size", type=_gib, metavar="GIB", help="of the files in --cache-dir (half of the disk's free space)"
+    )
+    parser.add_argument(
+        "--cache-host", type=_gib, metavar="GIB", help="host memory for prefixes that give way on a GPU or TPU (none)"
+    )
+
+
+def cache_tiers(arguments: argparse.Namespace) -> CacheTiers | None:
+    """The tiers of `add_cache_tiers`; None where no option names one.
+
+    Raises:
+      CommandError: the options contradict each other.
+    """
+    if arguments.cache_dir is None and arguments.cache_dir_size is not None:
+        raise CommandError("--cache-dir-size is about the files of --cache-dir DIR; pass both.")
+    if arguments.cache_dir is None and arguments.cache_host is None:
+        return None
+    if arguments.mesh is not None or not arguments.prefix_cache:
+        option = "--mesh" if arguments.mesh is not None else "--no-prefix-cache"
+        raise CommandError(f"--cache-dir and --cache-host are of a prefix cache on one device; leave out {option}.")
+    from vishwamai.inference import CacheTiers
+
+    return CacheTiers(arguments.cache_dir, arguments.cache_dir_size, arguments.cache_host or 0)
 
 
 def adapter_sizes(arguments: argparse.Namespace, count: int) -> AdapterSizes | None:

@@ -73,6 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a LoRA adapter as the library peft writes it; requests name it as their model",
     )
     model.add_adapter_sizes(parser, "the number of --adapter")
+    model.add_cache_tiers(parser)
     parser.add_argument(
         "--adapter-folder", type=Path, metavar="DIR", help="clients may load and unload adapters that are folders of it"
     )
@@ -217,14 +218,16 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
     if is_encoder(arguments.directory):
         if arguments.encoder is not None or arguments.pooling is not None:
             raise CommandError(f"{arguments.directory} is an encoder itself; leave --encoder and --pooling out.")
-        if arguments.optimization:
-            raise CommandError(
-                f"--optimization is for decoders, and {arguments.directory} is an encoder; leave it out."
-            )
+        for option in ("optimization", "cache_dir", "cache_host"):
+            if getattr(arguments, option):
+                raise CommandError(
+                    f"--{option.replace('_', '-')} is for decoders, and {arguments.directory} is an encoder; leave it "
+                    "out."
+                )
         return None, model.load_encoder(arguments.directory), (name,), {}
     if arguments.mesh is not None and arguments.pooling is not None:
         raise CommandError("--pooling computes vectors on one device; leave out --mesh, or pass --encoder.")
-    adapters = _adapters(arguments)
+    adapters, tiers = _adapters(arguments), model.cache_tiers(arguments)
     planned = model.plan(arguments, adapters[1], None, arguments.programs, arguments.require_programs)
     if planned.tokenizer is None:
         model.say(f"{planned.directory / 'tokenizer.json'} is missing: prompts and answers are token ids only")
@@ -240,9 +243,9 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
         if names[0] == names[1]:
             raise CommandError(f"the model and the encoder are both called {name!r}; pass another --name.")
         embed = model.load_encoder(arguments.encoder)
-        engine, _ = model.load(planned, arguments.compile)
+        engine, _ = model.load(planned, arguments.compile, tiers)
     else:
-        engine, _ = model.load(planned, arguments.compile)
+        engine, _ = model.load(planned, arguments.compile, tiers)
         embed = None
         if arguments.pooling is not None:
             embed = model.embed_by_decoder(engine, arguments.pooling, arguments.max_length, arguments.compile)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vishwamai.inference.limits import Limits
     from vishwamai.inference.load import Load
     from vishwamai.inference.loading import plan_load
+    from vishwamai.inference.page_tiers import CacheTiers
     from vishwamai.inference.sampling import Sampling
     from vishwamai.inference.server.app import make_app
     from vishwamai.inference.server.settings import Settings
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Answer": "answers",
+    "CacheTiers": "page_tiers",
     "Delta": "answers",
     "Embedder": "embedding",
     "Engine": "engine",
@@ -42,6 +44,7 @@ _MODULES = {
 
 __all__ = [
     "Answer",
+    "CacheTiers",
     "Delta",
     "Embedder",
     "Engine",

@@ -7,7 +7,7 @@ adapter until it ends.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ class Adapter:
     Attributes:
       name: the name that requests send.
       place: its number among the places of the matrices.
-      root: bytes before the digests of its pages of keys and values, which no other adapter has.
+      root: bytes before the digests of its pages of keys and values: a digest of its matrices.
       users: answers that compute with it, or wait.
     """
 
@@ -58,7 +58,6 @@ class Adapters:
         self._lock = threading.Lock()
         self._places: list[Adapter | None] = [None] * sizes.count
         self._names: dict[str, Adapter] = {}
-        self._numbers = itertools.count(1)
         self.matrices: Matrices = {
             where: (jnp.zeros(down, model.dtype), jnp.zeros(up, model.dtype))
             for where, (down, up) in sizes.shapes(model.config).items()
@@ -97,7 +96,7 @@ class Adapters:
                     f"all {self.sizes.count} places of adapters are taken (--max-adapters); unload one, and wait for "
                     "its answers."
                 )
-            entry = Adapter(name, free[0], b"adapter %d:" % next(self._numbers))
+            entry = Adapter(name, free[0], _root(adapter))
             self.matrices = self._placed(adapter, entry.place)
             self._change(self.matrices)
             self._places[entry.place] = self._names[name] = entry
@@ -149,3 +148,13 @@ class Adapters:
                 up.at[first : first + rank].set(b.astype(up.dtype)),
             )
         return matrices
+
+
+def _root(adapter: Mapping[Place, Thin]) -> bytes:
+    """The digest of an adapter: another one has other keys and values, in this process and in later ones."""
+    digest = hashlib.sha256()
+    for where, halves in sorted(adapter.items()):
+        digest.update(repr((where, [(half.shape, half.dtype.name) for half in halves])).encode())
+        for half in halves:
+            digest.update(np.ascontiguousarray(half).data)
+    return b"adapter " + digest.digest()

@@ -24,6 +24,7 @@ from vishwamai.inference.answers import Delta, Finish, Writer
 from vishwamai.inference.drafting import UNREAD
 from vishwamai.inference.masks import Masks
 from vishwamai.inference.pace import Pace
+from vishwamai.inference.page_tiers import PageTiers
 from vishwamai.inference.programs import Programs
 from vishwamai.inference.requests import Branch, Request, Statistics
 from vishwamai.inference.sampling import NO_TOKEN, Sampled
@@ -44,10 +45,19 @@ class EngineCore:
       programs: compiled programs of the model and of its draft.
       scheduler: decides the steps.
       tokenizer, end_tokens: arguments of `Engine`.
+      tiers: places for prefixes that gave way, or None.
     """
 
-    def __init__(self, programs: Programs, scheduler: Scheduler, tokenizer: Any, end_tokens: frozenset[int]):
+    def __init__(
+        self,
+        programs: Programs,
+        scheduler: Scheduler,
+        tokenizer: Any,
+        end_tokens: frozenset[int],
+        tiers: PageTiers | None = None,
+    ):
         self.programs, self.scheduler, self.tokenizer, self.end_tokens = programs, scheduler, tokenizer, end_tokens
+        self.tiers = tiers
         self.statistics = Statistics()
         self._branches: dict[Stream, Branch] = {}
         self._masks = Masks()
@@ -109,12 +119,19 @@ class EngineCore:
         for branch in list(self._branches.values()):
             self._end(branch, finish, error)
 
+    def store_prefixes(self) -> None:
+        """Stores the prefixes on the device for a later start, where they have tiers; waits until they are written."""
+        if self.tiers is not None:
+            self.tiers.flush(self.scheduler)
+
     def step(self) -> None:
         """Plans a step, sends it off, and hands out what the one before drew."""
         # Their next step depends on the values of the last tokens: no overlap with the device.
         if any(stream.synchronous for stream in self.scheduler.running):
             self._read()
         self._follow_grammars()
+        if self.tiers is not None:
+            self.tiers.seek(self.scheduler)
         if self.pace is not None:
             self.scheduler.mixed = self.pace.tokens
         plan = self.scheduler.schedule(time.monotonic(), self._guess)
@@ -124,6 +141,8 @@ class EngineCore:
         works = {work: self._branches[work.stream].mask if work.samples else None for work in plan.works}
         sent, sent_at = None, self.clock()
         try:
+            if self.tiers is not None:
+                self.tiers.exchange(self.scheduler, plan.restored)
             sent = self._send(plan, works) if works else None
         except Exception as error:
             self._failed((self._branches[work.stream] for work in works), error)
@@ -131,6 +150,8 @@ class EngineCore:
         self._sent, self._sent_at = sent, sent_at
         if sent is None:
             self._masks.wait()  # all that is left to do
+            if self.tiers is not None:
+                self.tiers.wait()
 
     def _follow_grammars(self) -> None:
         """Hands out what grammars have taken; an answer whose grammar gives up ends."""

@@ -27,6 +27,7 @@ from vishwamai.inference.core import EngineCore
 from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.memory import default_states
+from vishwamai.inference.page_tiers import CacheTiers, PageTiers
 from vishwamai.inference.pages import PagePool
 from vishwamai.inference.pools import calibration_tokens, kv_dtype_of
 from vishwamai.inference.programs import COMPILE, cached
@@ -40,7 +41,7 @@ from vishwamai.models import Decoder
 from vishwamai.models.adapters import AdapterSizes
 from vishwamai.models.rotation import rotation_switch
 
-_OPTIONAL = {"limits": Limits, "draft": Decoder, "mesh": Mesh, "adapters": AdapterSizes}
+_OPTIONAL = {"limits": Limits, "draft": Decoder, "mesh": Mesh, "adapters": AdapterSizes, "tiers": CacheTiers}
 
 
 @checked
@@ -58,6 +59,7 @@ class Engine:
       draft: a smaller decoder of the same vocab that guesses (`drafting`); None: guesses come from the text itself
         (`speculative`). It has pages of its own, as many and of the same dtype.
       prefix_cache: bool, True shares the pages of a prompt's prefix with later prompts.
+      tiers: host memory and a directory for prefixes that give way to others, or None for none; for one device.
       end_tokens: ids that end an answer, besides those of the model's configuration and of its tokenizer.
       mesh: devices that split parameters and pages, by explicit axes "tensor" and "expert" (see `mesh`); None: those of
         the model's parameters. It splits the model given, in place.
@@ -98,6 +100,7 @@ class Engine:
         drafts: int = 0,
         draft: Decoder | None = None,
         prefix_cache: bool = True,
+        tiers: CacheTiers | None = None,
         end_tokens: Sequence[int] = (),
         mesh: Mesh | None = None,
         adapters: AdapterSizes | None = None,
@@ -107,7 +110,8 @@ class Engine:
         on_program: Callable[[int, int, str], None] | None = None,
         store: Callable[..., Any] = cached,
     ):
-        check_instances("Engine", _OPTIONAL, {"limits": limits, "draft": draft, "mesh": mesh, "adapters": adapters})
+        optional = {"limits": limits, "draft": draft, "mesh": mesh, "adapters": adapters, "tiers": tiers}
+        check_instances("Engine", _OPTIONAL, optional)
         self.limits = limits or Limits(max_length=min(4096, model.config.max_positions))
         self.optimization = Optimization.of_loaded("Engine", optimization)
         kv_dtype = self.optimization.settings("serving", {"kv_dtype": kv_dtype}).get("kv_dtype", kv_dtype)
@@ -137,6 +141,8 @@ class Engine:
         if adapters is not None and mesh is not None:
             raise ShapeError("Engine: adapters are served on one device; leave out `mesh`.")
         self.adapters = None if adapters is None else Adapters(model, adapters, self._change)
+        if tiers is not None and (mesh is not None or not prefix_cache):
+            raise ShapeError("Engine: `tiers` are of a prefix cache on one device; pass no `mesh`, or no `tiers`.")
         self.programs = assemble(
             model,
             draft,
@@ -157,8 +163,10 @@ class Engine:
         self.prompts = Prompts(self.programs.vocab, self.limits, num_pages, tokenizer)
         pool = PagePool(num_pages, prefix_cache)
         windows = window_rings_of(model, draft, self.limits)
-        self.scheduler = Scheduler(self.limits, pool, rotation_switch(model.config), windows, num_states)
-        self.core = EngineCore(self.programs, self.scheduler, tokenizer, self.end_tokens)
+        switch = rotation_switch(model.config)
+        self.scheduler = Scheduler(self.limits, pool, switch, windows, num_states, restores=tiers is not None)
+        stores = None if tiers is None else PageTiers(tiers, self.programs, repr(self.optimization))
+        self.core = EngineCore(self.programs, self.scheduler, tokenizer, self.end_tokens, stores)
         self.statistics = self.core.statistics
         self.failure: str | None = None
         self.on_failure: Callable[[], None] | None = None  # called once `failure` is set, on the engine's thread
@@ -363,12 +371,14 @@ class Engine:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop; requests that are not answered end as cancelled."""
+        """Ends the loop; requests that are not answered end as cancelled. With `tiers`, prefixes are stored."""
         if self._thread is not None:
             self._inbox.put(None)
             self._thread.join()
             self._thread = None
             self._abandon("cancelled")
+        if self.failure is None:
+            self.core.store_prefixes()
 
     # The loop.
 

@@ -200,7 +200,7 @@ def identity(function: Any, arguments: tuple[Any, ...]) -> str:
             (tree, [_kind(x) for x in leaves]),
             (current_config(), jax.sharding.get_abstract_mesh(), sorted(jax.config.values.items())),
             sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES)),
-            _versions(),
+            versions(),
             source_of_cpu(),
             machine(),
         )
@@ -220,7 +220,8 @@ def devices_of(arguments: tuple[object, ...]) -> set[Any]:
 
 
 @functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
+def versions() -> tuple[tuple[str, str], ...]:
+    """The versions of the packages below this one."""
     return tuple((name, importlib.metadata.version(name)) for name in PACKAGES)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from vishwamai.inference.engine import Engine
+    from vishwamai.inference.page_tiers import CacheTiers
     from vishwamai.models.decoder import Decoder
     from vishwamai.models.storage import Storage
     from vishwamai.models.tokenizer import Tokenizer
@@ -143,6 +144,7 @@ class Load:
         on_program: Callable[[int, int, str], None] | None = None,
         compile: str = "ahead",
         say: Callable[[str], None] = lambda text: None,
+        tiers: CacheTiers | None = None,
     ) -> Engine:
         """Loads the weights and compiles the programs; `say` is told of weights that are kept, and the other arguments
         are those of `Engine`.
@@ -163,6 +165,7 @@ class Load:
             drafts=self.drafts,
             draft=draft,
             prefix_cache=self.prefix_cache,
+            tiers=tiers,
             adapters=self.adapters,
             num_states=self.num_states,
             end_tokens=self.generation.eos_token_ids,

@@ -36,6 +36,10 @@ class PagePool:
       num_pages: how many there are.
       shared: bool, True where later prompts may reuse the prefixes of earlier ones (`publish`).
 
+    Attributes:
+      evicted: pages whose prefixes gave way to others, each with its digest, the first one first; None where nobody
+        keeps them elsewhere (`page_tiers`).
+
     >>> pool = PagePool(2)
     >>> held = pool.take(2)
     >>> pool.publish(held[0], chain(ROOT, [5, 6])), pool.release(held)
@@ -51,6 +55,7 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._page_of: dict[bytes, int] = {}  # published pages: inverse of `_digest_of`
         self._digest_of: dict[int, bytes] = {}
+        self.evicted: list[tuple[int, bytes]] | None = None
 
     @property
     def available(self) -> int:
@@ -72,6 +77,10 @@ class PagePool:
         """The digest of the page that has been idle for longest; None where none is."""
         return next((self._digest_of[page] for page in self._idle), None)
 
+    def idle_pages(self) -> list[tuple[int, bytes]]:
+        """The pages that nobody holds and that still have a prefix, with their digests; the longest unused first."""
+        return [(page, self._digest_of[page]) for page in self._idle]
+
     def holders(self, page: int) -> int:
         """How many sequences hold `page`."""
         return self._holders[page]
@@ -86,6 +95,7 @@ class PagePool:
                 page = self._blank.pop()
             else:
                 page, _ = self._idle.popitem(last=False)
+                self._record(page)
                 self.unpublish(page)
             self._holders[page] = 1
             pages.append(page)
@@ -129,15 +139,21 @@ class PagePool:
         """Makes a held page known by no digest."""
         del self._page_of[self._digest_of.pop(page)]
 
-    def drop(self, digest: bytes) -> bool:
-        """Makes the page of that digest blank, where it is idle."""
+    def drop(self, digest: bytes, evicts: bool = False) -> bool:
+        """Makes the page of that digest blank, where it is idle; `evicts`: it gives way to others."""
         page = self._page_of.get(digest)
         if page not in self._idle:
             return False
         del self._idle[page]
+        if evicts:
+            self._record(page)
         self.unpublish(page)
         self._blank.append(page)
         return True
+
+    def _record(self, page: int) -> None:
+        if self.evicted is not None:
+            self.evicted.append((page, self._digest_of[page]))
 
     def release(self, pages: Sequence[int]) -> None:
         """One holder less for each page; a sequence's last pages become the oldest, for a prefix ends without them."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.pages import TURNED, PagePool, chain
+from vishwamai.inference.prefixes import Part, Prefixes, Restored
 from vishwamai.inference.states import StatePool
 from vishwamai.inference.streams import Stream, Work
 from vishwamai.inference.windows import WindowPages
@@ -25,12 +26,15 @@ from vishwamai.inference.windows import WindowPages
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """A step: its work, in the order of the batch, and whom planning it admitted, preempted and ended."""
+    """A step: its work, in the order of the batch, whom planning it admitted, preempted and ended, and what comes back
+    of their prefixes before it.
+    """
 
     works: tuple[Work, ...] = ()
     admitted: tuple[Stream, ...] = ()
     preempted: tuple[Stream, ...] = ()
     expired: tuple[Stream, ...] = ()
+    restored: tuple[Restored, ...] = ()
 
 
 def _no_drafts(stream: Stream, most: int) -> Sequence[int]:
@@ -48,6 +52,8 @@ class Scheduler:
         gives up its pages and is computed anew, as transformers does; None: there is no such length.
       rings: most pages that a sequence holds in layers with a window, by window (`windows.WindowPages`).
       num_states: int, slots of the model's states; 0 for a model without.
+      restores: bool, True where prefixes may come back from elsewhere (`page_tiers`): a stream then waits until it is
+        `ready`.
 
     >>> scheduler = Scheduler(Limits(max_sequences=2, max_tokens=4, page_size=2), PagePool(8))
     >>> long, short = Stream([1, 2, 3, 4, 5, 6], max_length=7), Stream([7], max_length=9)
@@ -67,6 +73,7 @@ class Scheduler:
         switch: int | None = None,
         rings: Mapping[int, int] | None = None,
         num_states: int = 0,
+        restores: bool = False,
     ):
         self.limits = limits
         self.mixed = limits.mixed  # tokens of a step in which any sequence decodes
@@ -74,6 +81,8 @@ class Scheduler:
         self.pool = pool
         self.windows = WindowPages(rings or {}, limits.max_sequences, limits.page_size, pool.shared)
         self.states = StatePool(num_states, pool) if num_states else None
+        self.prefixes = Prefixes(pool, self.windows, self.states) if restores else None
+        self._restored: list[Restored] = []
         self.waiting: list[Stream] = []  # by rank
         self.running: list[Stream] = []
         # A sequence that runs holds states too, so there are no more of them than slots of states.
@@ -127,7 +136,8 @@ class Scheduler:
         admitted = [] if preempted else self._admit(budget, counts, preempted)
         guesses = self._guesses(counts, drafts)
         works = tuple(self._send(stream, count, guesses.get(stream, ())) for stream, count in counts.items())
-        return StepPlan(works, tuple(admitted), tuple(preempted), tuple(expired))
+        restored, self._restored = tuple(self._restored), []
+        return StepPlan(works, tuple(admitted), tuple(preempted), tuple(expired), restored)
 
     def read(self, stream: Stream, tokens: Sequence[int]) -> None:
         """What a step sampled for a stream: one token, or the accepted guesses and the token after them."""
@@ -152,6 +162,12 @@ class Scheduler:
         else:
             self._leave(stream)
         stream.finished = True
+
+    def lacking(self, stream: Stream, stored: Container[Part]) -> list[Part]:
+        """The parts of `stored` with which a stream that waits could go on after a longer prefix."""
+        assert self.prefixes is not None
+        self._prepare(stream)
+        return self.prefixes.lacking(self._prefix(stream), len(self._digests_of(stream)), stored)[1]
 
     def forget_prefixes(self) -> None:
         """Makes every page and state that nobody holds blank: no later prompt goes on after an earlier one."""
@@ -179,6 +195,7 @@ class Scheduler:
     def _preempt(self, stream: Stream, counts: dict[Stream, int], preempted: list[Stream]) -> None:
         self._leave(stream)
         stream.preemptions += 1
+        stream.ready = False  # its pages may give way, and come back
         counts.pop(stream, None)
         preempted.append(stream)
         bisect.insort(self.waiting, stream, key=lambda s: s.rank)
@@ -207,12 +224,15 @@ class Scheduler:
         """
         admitted: list[Stream] = []
         while (stream := self._first_in_queue()) is not None and not stream.in_flight:
-            if self.switch is not None and not stream.turned and self._past(len(stream.tokens)):
-                stream.turned, stream.digests = self.switch + 1, []
-            self._digest(stream, len(stream.tokens))
+            self._prepare(stream)
             if sum(counts.values()) >= budget or (digests := self._make_room(stream, counts, preempted)) is None:
                 break
             self.waiting.remove(stream)
+            if self.prefixes is not None and stream.parts:
+                prefix = self._prefix(stream)
+                count, restored = self.prefixes.restore(prefix, len(digests), stream.parts)
+                digests, stream.parts = prefix[:count], {}
+                self._restored += restored
             if self.states is not None:
                 sizes = len(stream.tokens), len(digests)
                 stream.marks = self.states.marks(stream.digests, *sizes, self.limits, stream.shared)
@@ -232,7 +252,18 @@ class Scheduler:
         return admitted
 
     def _first_in_queue(self) -> Stream | None:
-        return next((s for s in self.waiting if not s.blocked and not self._waits_for_leader(s)), None)
+        waiting = (s for s in self.waiting if s.ready or self.prefixes is None)
+        return next((s for s in waiting if not s.blocked and not self._waits_for_leader(s)), None)
+
+    def _prepare(self, stream: Stream) -> None:
+        """Extends the digests of a stream that waits over all that is known of it."""
+        if self.switch is not None and not stream.turned and self._past(len(stream.tokens)):
+            stream.turned, stream.digests = self.switch + 1, []
+        self._digest(stream, len(stream.tokens))
+
+    def _prefix(self, stream: Stream) -> list[bytes]:
+        """The digests of the pages that a stream may have without computing them; its last token is computed."""
+        return stream.digests[: (len(stream.tokens) - 1) // self.limits.page_size]
 
     def _waits_for_leader(self, stream: Stream) -> bool:
         """Whether pages that it can share are being computed."""
@@ -242,7 +273,7 @@ class Scheduler:
 
     def _digests_of(self, stream: Stream) -> list[bytes]:
         """The digests of the first pages of a stream that waits which it need not compute."""
-        digests = stream.digests[: (len(stream.tokens) - 1) // self.limits.page_size]  # its last token is computed
+        digests = self._prefix(stream)
         count = len(self.pool.cached(digests))
         if self.states is None:
             return digests[: self.windows.usable(digests[:count])]

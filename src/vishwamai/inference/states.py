@@ -25,6 +25,7 @@ class StatePool:
       pages: the pages of the same sequences.
 
     Attributes:
+      slots: a pool of pages whose pages are the slots: each has one digest, that of the state's last page.
       reused: int, sequences that went on from a kept state.
       evicted: int, kept states that gave way to others or to pages.
 
@@ -40,7 +41,7 @@ class StatePool:
 
     def __init__(self, num_states: int, pages: PagePool):
         self.num_states, self._pages = num_states, pages
-        self._slots = PagePool(num_states, pages.shared)  # a slot is a page with one digest: that of its last page
+        self.slots = PagePool(num_states, pages.shared)
         self._parents: dict[bytes, bytes | None] = {}  # of each page that a kept state needs: the page before it
         self._needs: dict[bytes, int] = {}  # of each page: its kept state, and the pages after it that are needed
         self.reused = self.evicted = 0
@@ -48,16 +49,16 @@ class StatePool:
     @property
     def available(self) -> int:
         """Slots that nobody holds."""
-        return self._slots.available
+        return self.slots.available
 
     @property
     def idle(self) -> int:
         """Slots of kept states that nobody holds."""
-        return self._slots.idle
+        return self.slots.idle
 
     def usable(self, digests: Sequence[bytes], most: int) -> int:
         """How many leading pages of a prefix, at most `most`, end with a kept state."""
-        return next((count for count in range(most, 0, -1) if self._slots.knows(digests[count - 1])), 0)  # the longest
+        return next((count for count in range(most, 0, -1) if self.slots.knows(digests[count - 1])), 0)  # the longest
 
     def marks(
         self, digests: Sequence[bytes], length: int, cached: int, limits: Limits, shared: int = 0
@@ -86,7 +87,7 @@ class StatePool:
         if not digests:
             return None
         self.reused += 1
-        return self._slots.share(digests[-1:])[0]
+        return self.slots.share(digests[-1:])[0]
 
     def advance(self, slot: int | None, checkpoint: bool = False) -> tuple[int, int]:
         """The slots from which a sequence's next step reads its state, and to which it writes it: of those the sequence
@@ -100,24 +101,24 @@ class StatePool:
             free = self._take()
             assert slot is not None and free is not None
             return slot, free
-        if slot is not None and not self._slots.published(slot) and self._slots.holders(slot) == 1:  # written in place
+        if slot is not None and not self.slots.published(slot) and self.slots.holders(slot) == 1:  # written in place
             return slot, slot
         free = self._take()
         if free is None:  # every slot is held, this one by nobody else: fewer sequences run than there are slots
-            assert slot is not None and self._slots.holders(slot) == 1
-            self._drop(self._slots.published(slot))
-            self._slots.unpublish(slot)
+            assert slot is not None and self.slots.holders(slot) == 1
+            self._drop(self.slots.published(slot))
+            self.slots.unpublish(slot)
             return slot, slot
         if slot is None:
             return free, free
-        self._slots.release([slot])
+        self.slots.release([slot])
         return slot, free
 
     def keep(self, slot: int, digests: Sequence[bytes], pages: Sequence[int]) -> bool:
         """Keeps the state of a held slot after full pages of those digests; False where one is kept already."""
-        if not self._slots.shared or self._slots.knows(digests[-1]) or self._slots.published(slot):
+        if not self.slots.shared or self.slots.knows(digests[-1]) or self.slots.published(slot):
             return False
-        self._slots.publish(slot, digests[-1])
+        self.slots.publish(slot, digests[-1])
         for place in range(len(digests) - 1, -1, -1):
             digest = digests[place]
             self._needs[digest] = self._needs.get(digest, 0) + 1
@@ -127,14 +128,27 @@ class StatePool:
             self._pages.publish(pages[place], digest)
         return True
 
-    def forget(self, digest: bytes) -> None:
-        """Keeps a state no longer, unless a sequence is about to read it."""
-        if self._slots.drop(digest):
-            self._drop(digest)
+    def restore(self, digests: Sequence[bytes], pages: Sequence[int]) -> int | None:
+        """A slot for the state after full pages, which comes back from elsewhere with them; None where all are held.
+
+        Args:
+          digests: digests of the pages.
+          pages: pages, which are held and known by those digests.
+        """
+        slot = self._take()
+        if slot is not None:
+            self.keep(slot, digests, pages)
+            self.slots.release([slot])
+        return slot
+
+    def forget(self, digest: bytes, evicts: bool = False) -> None:
+        """Keeps a state no longer, unless a sequence is about to read it; `evicts`: it gives way to others."""
+        if self.slots.drop(digest, evicts):
+            self._drop(digest, evicts)
 
     def forget_all(self) -> None:
         """Keeps no state that nobody is about to read."""
-        while (digest := self._slots.oldest) is not None:
+        while (digest := self.slots.oldest) is not None:
             self.forget(digest)
 
     def release(self, slot: int | None, digests: Sequence[bytes] = ()) -> None:
@@ -142,7 +156,7 @@ class StatePool:
         blank.
         """
         if slot is not None:
-            self._slots.release([slot])
+            self.slots.release([slot])
         for digest in reversed(digests):
             if digest not in self._needs:
                 self._pages.drop(digest)
@@ -153,25 +167,25 @@ class StatePool:
             pass
 
     def _take(self) -> int | None:
-        if self._slots.blank == 0:
+        if self.slots.blank == 0:
             self._evict()
-        slots = self._slots.take(1)
+        slots = self.slots.take(1)
         return None if slots is None else slots[0]
 
     def _evict(self) -> bool:
-        digest = self._slots.oldest
+        digest = self.slots.oldest
         if digest is None:
             return False
         self.evicted += 1
-        self.forget(digest)
+        self.forget(digest, evicts=True)
         return True
 
-    def _drop(self, digest: bytes | None) -> None:
+    def _drop(self, digest: bytes | None, evicts: bool = False) -> None:
         """A state is kept no longer: neither are the pages that it alone needed."""
         while digest is not None:
             self._needs[digest] -= 1
             if self._needs[digest]:  # another state goes through this page
                 break
             del self._needs[digest]
-            self._pages.drop(digest)
+            self._pages.drop(digest, evicts)
             digest = self._parents.pop(digest)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
+
 from vishwamai.inference.pages import ROOT
+from vishwamai.inference.prefixes import Part
 from vishwamai.inference.windows import Span
 
 
@@ -49,6 +52,8 @@ class Stream:
     marks: tuple[int, ...] = ()  # lengths of its prompt, in rising order, after which the states are to be kept
     checkpoint: tuple[int, int] | None = None  # the slot, and the tokens, of the states before guesses in flight
     rolling: bytes | None = None  # the digest of the state that was kept last of its answer
+    ready: bool = False  # what is stored of its prefix was read, where anything may be (`Scheduler.lacking`)
+    parts: dict[Part, np.ndarray] = dataclasses.field(default_factory=dict)  # what was read
     turned: int = 0  # its keys are rotated as those of a sequence of at least so many tokens
 
     def __post_init__(self) -> None:

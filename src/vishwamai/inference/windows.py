@@ -50,20 +50,20 @@ class WindowPages:
         for count, digest in enumerate(digests, 1):
             for window, pool in self.pools.items():
                 runs[window] = runs[window] + 1 if pool.knows(digest) else 0  # known pages in a row, up to this one
-            # Each window sees the pages from `_first` on: all of those must be known.
-            if all(run >= count - self._first(window, count * self.page_size) for window, run in runs.items()):
+            # Each window sees the pages from `first_page` on: all of those must be known.
+            if all(run >= count - self.first_page(window, count * self.page_size) for window, run in runs.items()):
                 longest = count
         return longest
 
     def share(self, digests: Sequence[bytes]) -> dict[int, Span]:
         """What a sequence holds, by window, that goes on after a prefix of `usable` pages."""
-        firsts = {window: self._first(window, len(digests) * self.page_size) for window in self.pools}
+        firsts = {window: self.first_page(window, len(digests) * self.page_size) for window in self.pools}
         return {window: Span(first, self.pools[window].share(digests[first:])) for window, first in firsts.items()}
 
     def advance(self, spans: Mapping[int, Span], start: int, end: int) -> None:
         """Releases the pages that tokens from `start` on do not see, and takes those of tokens before `end`."""
         for window, span in spans.items():
-            pool, first = self.pools[window], self._first(window, start)
+            pool, first = self.pools[window], self.first_page(window, start)
             if first > span.first:
                 pool.release(span.pages[: first - span.first])
                 del span.pages[: first - span.first]
@@ -84,6 +84,6 @@ class WindowPages:
         for window, span in spans.items():
             self.pools[window].release(span.pages)
 
-    def _first(self, window: int, position: int) -> int:
+    def first_page(self, window: int, position: int) -> int:
         """The first page that the token at `position` sees."""
         return max(0, position - window + 1) // self.page_size

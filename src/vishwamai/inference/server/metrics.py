@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from vishwamai.inference.engine import Engine
+from vishwamai.inference.page_tiers import PageTiers
 from vishwamai.inference.server.vllm_names import renamed
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
@@ -95,6 +96,8 @@ class Metrics:
             }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"vishwamai_{name}", text, value)
+        if (tiers := engine.core.tiers) is not None:
+            yield from _tiers(tiers)
         finished = CounterMetricFamily("vishwamai_answers", "answers by how they ended", labels=["finish"])
         for reason, count in sorted(statistics.finished.items()):
             finished.add_metric([reason], count)
@@ -108,3 +111,20 @@ class Metrics:
             adapters = GaugeMetricFamily("vishwamai_adapters", "adapters that answers use", labels=labels)
             adapters.add_metric([*values.values(), str(engine.adapters.sizes.count)], 1)
             yield adapters
+
+
+def _tiers(tiers: PageTiers) -> Iterator[Any]:
+    """What host memory and a disk have for the prefix cache, by the label `tier`."""
+    stored = GaugeMetricFamily("vishwamai_tier_bytes", "bytes of prefixes", labels=["tier"])
+    counters = {
+        "hits": CounterMetricFamily("vishwamai_tier_hits", "pages and states that came back", labels=["tier"]),
+        "read": CounterMetricFamily("vishwamai_tier_read_bytes", "bytes that came back", labels=["tier"]),
+        "stored": CounterMetricFamily("vishwamai_tier_stored_bytes", "bytes that were stored", labels=["tier"]),
+    }
+    for tier, size in tiers.bytes.items():
+        stored.add_metric([tier], size)
+        for field, family in counters.items():
+            family.add_metric([tier], getattr(tiers.counts[tier], field))
+    yield stored
+    yield from counters.values()
+    yield CounterMetricFamily("vishwamai_tier_dropped", "pages and states not stored for want of time", tiers.dropped)

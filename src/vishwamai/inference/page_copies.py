@@ -1,0 +1,168 @@
+"""Copies of pages and states off the device and back: the same bytes, by one program a group and direction."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vishwamai.inference.prefixes import PAGES, STATES, window_group
+from vishwamai.models.pages import MixedPool, QuantizedPages
+from vishwamai.models.periods import segments
+
+if TYPE_CHECKING:
+    from vishwamai.inference.programs import Programs
+    from vishwamai.models import Decoder
+
+_BATCH, _BATCH_BYTES = 16, 32 << 20
+"""Most pages that a program copies at once, and about the most bytes; fewer pages are filled up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """How an array holds pages: those of so many layers, one layer after another; None: it holds none."""
+
+    group: str | None
+    layers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """The arrays of a group, by their places among those of all pools."""
+
+    places: tuple[int, ...]
+    layers: tuple[int, ...]
+    count: int  # pages of one layer
+    rows: tuple[jax.ShapeDtypeStruct, ...]  # of one page, in each array
+
+    @property
+    def bytes(self) -> int:
+        """Size of one page in all arrays."""
+        return sum(math.prod(row.shape) * row.dtype.itemsize for row in self.rows)
+
+    @property
+    def batch(self) -> int:
+        """Pages that a program copies at once."""
+        return max(1, min(_BATCH, _BATCH_BYTES // max(self.bytes, 1)))
+
+
+class PageCopies:
+    """Copies between the pools of an engine, on one device, and the host. One thread calls `take` and `put`.
+
+    Args:
+      programs: whose pools they are; a draft's pages belong to those of the model.
+
+    Attributes:
+      scales: arrays of the pools that the bytes of a page are multiplied by.
+    """
+
+    def __init__(self, programs: Programs):
+        self._programs = programs
+        rows = [*_rows_of(programs.model, programs.pages, programs.windows)]
+        if programs.draft is not None:
+            rows += _rows_of(programs.draft, programs.draft_pages, programs.windows)
+        arrays = jax.tree.leaves((programs.pages, programs.draft_pages))
+        self.scales = tuple(array for array, row in zip(arrays, rows, strict=True) if row.group is None)
+        self._groups: dict[str, _Group] = {}
+        self._programs_of: dict[str, tuple[Any, Any]] = {}
+        for name in dict.fromkeys(row.group for row in rows if row.group is not None):
+            places = tuple(i for i, row in enumerate(rows) if row.group == name)
+            layers = tuple(rows[i].layers for i in places)
+            shapes = tuple(
+                jax.ShapeDtypeStruct((rows[i].layers, *arrays[i].shape[1:]), arrays[i].dtype) for i in places
+            )
+            self._groups[name] = _Group(places, layers, arrays[places[0]].shape[0] // layers[0], shapes)
+            read, write = partial(_read, layers=layers), partial(_write, layers=layers)
+            self._programs_of[name] = jax.jit(read), jax.jit(write, donate_argnums=0)
+            self.take(name, [])  # compiled now, not when the first page gives way
+            self._put(name, [])
+
+    @property
+    def layout(self) -> str:
+        """The arrays of a page, in their order."""
+        return repr({name: [(row.shape, row.dtype.name) for row in group.rows] for name, group in self._groups.items()})
+
+    def size(self, group: str) -> int:
+        """Bytes of one page of a group."""
+        return self._groups[group].bytes
+
+    def batch(self, group: str) -> int:
+        """Most pages of a group that `take` copies; fewer take the same memory."""
+        return self._groups[group].batch
+
+    def take(self, group: str, pages: Sequence[int]) -> tuple[jax.Array, ...]:
+        """Copies of at most `batch` pages as they are after all steps that were sent off; nothing waits for them."""
+        index = np.full(self.batch(group), self._groups[group].count, np.int32)
+        index[: len(pages)] = pages
+        return self._programs_of[group][0](self._arrays(group), index)
+
+    def data(self, copies: Sequence[jax.Array], number: int) -> np.ndarray:
+        """The bytes of one page among those that `take` copied; waits until they are computed."""
+        return np.concatenate([np.asarray(part)[number].reshape(-1).view(np.uint8) for part in copies])
+
+    def put(self, group: str, entries: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Writes bytes to pages, before the next step that is sent off."""
+        for first in range(0, len(entries), self.batch(group)):
+            self._put(group, entries[first : first + self.batch(group)])
+
+    def _put(self, name: str, entries: Sequence[tuple[int, np.ndarray]]) -> None:
+        group = self._groups[name]
+        # JAX may read these arrays after the call: they are new for each, and nobody writes to them afterwards.
+        index = np.full(group.batch, group.count, np.int32)
+        parts = [np.zeros((group.batch, *row.shape), row.dtype) for row in group.rows]
+        for i, (page, data) in enumerate(entries):
+            index[i], start = page, 0
+            for part in parts:
+                end = start + part[i].nbytes
+                part[i] = data[start:end].view(part.dtype).reshape(part[i].shape)
+                start = end
+        updates = self._programs_of[name][1](self._arrays(name), index, tuple(parts))
+        arrays, tree = jax.tree.flatten((self._programs.pages, self._programs.draft_pages))
+        for place, array in zip(group.places, updates):
+            arrays[place] = array
+        self._programs.pages, self._programs.draft_pages = jax.tree.unflatten(tree, arrays)
+
+    def _arrays(self, group: str) -> tuple[jax.Array, ...]:
+        arrays = jax.tree.leaves((self._programs.pages, self._programs.draft_pages))
+        return tuple(arrays[place] for place in self._groups[group].places)
+
+
+def _rows_of(model: Decoder, pools: Sequence[Any], windows: Sequence[int]) -> Iterator[_Rows]:
+    """How each array of the pools holds pages, in the order of `jax.tree.leaves`."""
+    kinds = [(kind, run.repeats) for run in segments(model.config, model.stacked) for kind in run.kinds]
+    for (kind, layers), pool in zip(kinds, pools, strict=True):
+        window = kind.mixer.window
+        pages = _Rows(PAGES if window is None or window not in windows else window_group(window), layers)
+        yield from jax.tree.leaves(_marked(pool, pages, _Rows(STATES, layers)))
+
+
+def _marked(pool: Any, pages: _Rows, states: _Rows) -> Any:
+    if isinstance(pool, MixedPool):
+        return MixedPool(_marked(pool.pages, pages, states), _marked(pool.states, pages, states))
+    if isinstance(pool, dict):
+        return dict.fromkeys(pool, states)
+    none: Any = _Rows(None, 0)
+    return QuantizedPages(pages, none, none) if isinstance(pool, QuantizedPages) else pages
+
+
+def _by_layer(array: Any, layers: int) -> Any:
+    return array.reshape(layers, array.shape[0] // layers, *array.shape[1:])
+
+
+def _read(arrays: Any, pages: Any, *, layers: tuple[int, ...]) -> tuple[Any, ...]:
+    """`[pages, layers, ...]` of each array; `pages` past the end stand for none."""
+    rows = (_by_layer(array, count).at[:, pages].get(mode="clip") for array, count in zip(arrays, layers))
+    return tuple(jnp.moveaxis(row, 1, 0) for row in rows)
+
+
+def _write(arrays: Any, pages: Any, parts: Any, *, layers: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple(
+        _by_layer(array, count).at[:, pages].set(jnp.moveaxis(part, 0, 1), mode="drop").reshape(array.shape)
+        for array, count, part in zip(arrays, layers, parts)
+    )
