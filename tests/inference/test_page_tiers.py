@@ -18,6 +18,8 @@ import world
 from models_families import TINY
 from models_peer import Peer
 from vishwamai import ShapeError
+from vishwamai.cli import command_parser, model_options
+from vishwamai.cli.function import CommandError
 from vishwamai.inference import CacheTiers, Engine, Limits, Sampling, page_tiers, plan_load
 from vishwamai.inference.answers import Delta
 from vishwamai.inference.page_tiers import PageTiers
@@ -296,3 +298,19 @@ def test_what_cannot_be_is_named(start: Start, tmp_path: Path) -> None:
     for options in wrong:
         with pytest.raises(ShapeError, match="CacheTiers: "):
             CacheTiers(**options)
+
+
+def test_options_of_the_command_that_contradict_each_other(tmp_path: Path) -> None:
+    def tiers(*options: str) -> CacheTiers | None:
+        return model_options.cache_tiers(command_parser("serve").parse_args(["model", *options]))
+
+    assert tiers() is None
+    assert tiers("--cache-dir", str(tmp_path), "--cache-dir-size", "0.5") == CacheTiers(tmp_path, 1 << 29)
+    assert tiers("--cache-host", "2") == CacheTiers(host_bytes=2 << 30)
+    for options, text in (
+        (["--cache-dir-size", "1"], "--cache-dir-size is about the files"),
+        (["--cache-host", "1", "--mesh", "tensor=2"], "leave out --mesh"),
+        (["--cache-dir", "x", "--no-prefix-cache"], "leave out --no-prefix-cache"),
+    ):
+        with pytest.raises(CommandError, match=text):
+            tiers(*options)
