@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,11 @@ from vishwamai.models.pages import MixedPool, QuantizedPages
 from vishwamai.models.periods import segments
 
 if TYPE_CHECKING:
+    from vishwamai.core.types import PyTree
     from vishwamai.inference.programs import Programs
     from vishwamai.models import Decoder
+
+Arrays = tuple[jax.Array, ...]
 
 _BATCH, _BATCH_BYTES = 16, 32 << 20
 """Most pages that a program copies at once, and about the most bytes; fewer pages are filled up."""
@@ -70,7 +73,7 @@ class PageCopies:
         arrays = jax.tree.leaves((programs.pages, programs.draft_pages))
         self.scales = tuple(array for array, row in zip(arrays, rows, strict=True) if row.group is None)
         self._groups: dict[str, _Group] = {}
-        self._programs_of: dict[str, tuple[Any, Any]] = {}
+        self._programs_of: dict[str, tuple[Callable[..., Arrays], Callable[..., Arrays]]] = {}
         for name in dict.fromkeys(row.group for row in rows if row.group is not None):
             places = tuple(i for i, row in enumerate(rows) if row.group == name)
             layers = tuple(rows[i].layers for i in places)
@@ -96,7 +99,7 @@ class PageCopies:
         """Most pages of a group that `take` copies; fewer take the same memory."""
         return self._groups[group].batch
 
-    def take(self, group: str, pages: Sequence[int]) -> tuple[jax.Array, ...]:
+    def take(self, group: str, pages: Sequence[int]) -> Arrays:
         """Copies of at most `batch` pages as they are after all steps that were sent off; nothing waits for them."""
         index = np.full(self.batch(group), self._groups[group].count, np.int32)
         index[: len(pages)] = pages
@@ -128,12 +131,12 @@ class PageCopies:
             arrays[place] = array
         self._programs.pages, self._programs.draft_pages = jax.tree.unflatten(tree, arrays)
 
-    def _arrays(self, group: str) -> tuple[jax.Array, ...]:
+    def _arrays(self, group: str) -> Arrays:
         arrays = jax.tree.leaves((self._programs.pages, self._programs.draft_pages))
         return tuple(arrays[place] for place in self._groups[group].places)
 
 
-def _rows_of(model: Decoder, pools: Sequence[Any], windows: Sequence[int]) -> Iterator[_Rows]:
+def _rows_of(model: Decoder, pools: Sequence[PyTree], windows: Sequence[int]) -> Iterator[_Rows]:
     """How each array of the pools holds pages, in the order of `jax.tree.leaves`."""
     kinds = [(kind, run.repeats) for run in segments(model.config, model.stacked) for kind in run.kinds]
     for (kind, layers), pool in zip(kinds, pools, strict=True):
@@ -142,26 +145,26 @@ def _rows_of(model: Decoder, pools: Sequence[Any], windows: Sequence[int]) -> It
         yield from jax.tree.leaves(_marked(pool, pages, _Rows(STATES, layers)))
 
 
-def _marked(pool: Any, pages: _Rows, states: _Rows) -> Any:
+def _marked(pool: PyTree, pages: _Rows, states: _Rows) -> PyTree:
     if isinstance(pool, MixedPool):
         return MixedPool(_marked(pool.pages, pages, states), _marked(pool.states, pages, states))
     if isinstance(pool, dict):
         return dict.fromkeys(pool, states)
-    none: Any = _Rows(None, 0)
+    none = cast("jax.Array", _Rows(None, 0))
     return QuantizedPages(pages, none, none) if isinstance(pool, QuantizedPages) else pages
 
 
-def _by_layer(array: Any, layers: int) -> Any:
+def _by_layer(array: jax.Array, layers: int) -> jax.Array:
     return array.reshape(layers, array.shape[0] // layers, *array.shape[1:])
 
 
-def _read(arrays: Any, pages: Any, *, layers: tuple[int, ...]) -> tuple[Any, ...]:
+def _read(arrays: Arrays, pages: jax.Array, *, layers: tuple[int, ...]) -> Arrays:
     """`[pages, layers, ...]` of each array; `pages` past the end stand for none."""
     rows = (_by_layer(array, count).at[:, pages].get(mode="clip") for array, count in zip(arrays, layers))
     return tuple(jnp.moveaxis(row, 1, 0) for row in rows)
 
 
-def _write(arrays: Any, pages: Any, parts: Any, *, layers: tuple[int, ...]) -> tuple[Any, ...]:
+def _write(arrays: Arrays, pages: jax.Array, parts: Arrays, *, layers: tuple[int, ...]) -> Arrays:
     return tuple(
         _by_layer(array, count).at[:, pages].set(jnp.moveaxis(part, 0, 1), mode="drop").reshape(array.shape)
         for array, count, part in zip(arrays, layers, parts)

@@ -16,7 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -240,7 +240,7 @@ class PageTiers:
 
 def _fingerprint(programs: Programs, copies: PageCopies, numerics: str) -> str:
     """A digest of all that decides the bytes of a page, but its tokens: weights, shapes, scales, kernels, versions."""
-    models: Any = (programs.model, programs.draft)
+    models = (programs.model, programs.draft)
     leaves = jax.tree.leaves_with_path((models, copies.scales))
     device = next(iter(programs.history.devices()))
     facts = (

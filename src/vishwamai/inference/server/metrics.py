@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.page_tiers import PageTiers
@@ -113,7 +113,7 @@ class Metrics:
             yield adapters
 
 
-def _tiers(tiers: PageTiers) -> Iterator[Any]:
+def _tiers(tiers: PageTiers) -> Iterator[Metric]:
     """What host memory and a disk have for the prefix cache, by the label `tier`."""
     stored = GaugeMetricFamily("vishwamai_tier_bytes", "bytes of prefixes", labels=["tier"])
     counters = {
