@@ -98,6 +98,7 @@ def plan(
         drafts=drafts,
         adapters=adapters,
         draft_model=arguments.draft_model,
+        draft_head=arguments.draft_head,
         prefix_cache=arguments.prefix_cache,
         keep_packed=arguments.keep_packed,
         mixed_tokens=arguments.mixed_tokens,
@@ -152,14 +153,20 @@ def require_packages() -> None:
 
 
 def _drafts(arguments: argparse.Namespace) -> int:
-    """Guesses of a step, by the text itself or by a draft model."""
-    if arguments.draft_model is None:
+    """Guesses of a step, by the text itself, by a draft model or by the model's head."""
+    options = {"--guesses": arguments.guesses, "--draft-model": arguments.draft_model}
+    options["--draft-head"] = arguments.draft_head
+    passed = [name for name, value in options.items() if value]
+    if len(passed) > 1:
+        raise CommandError(f"{' and '.join(passed)} both guess the next tokens; pass one of them.")
+    if passed in ([], ["--guesses"]):
         if arguments.draft_tokens is not None:
-            raise CommandError("--draft-tokens counts the guesses of a draft model; pass --draft-model DIR too.")
+            raise CommandError(
+                "--draft-tokens counts the guesses of a draft; pass --draft-model DIR or --draft-head too."
+            )
         return arguments.guesses
-    if arguments.guesses:
-        raise CommandError("--guesses and --draft-model both guess the next tokens; pass one of them.")
-    return 4 if arguments.draft_tokens is None else arguments.draft_tokens
+    most = 2 if arguments.draft_head else 4
+    return most if arguments.draft_tokens is None else arguments.draft_tokens
 
 
 def load(planned: Load, compile: str = "ahead", tiers: CacheTiers | None = None) -> tuple[Engine, dict[str, float]]:

@@ -80,7 +80,14 @@ def add_model_options(parser: argparse.ArgumentParser, sequences: int) -> None:
         type=Path,
         help="a smaller model with the same tokenizer, whose guesses are checked",
     )
-    parser.add_argument("--draft-tokens", type=int, metavar="K", help="guesses of the draft model a step (4)")
+    parser.add_argument(
+        "--draft-head",
+        action="store_true",
+        help="guess by the head that the model's checkpoint has for it (multi-token prediction, MTP)",
+    )
+    parser.add_argument(
+        "--draft-tokens", type=int, metavar="K", help="guesses a step of the draft model (4) or of the head (2)"
+    )
     parser.add_argument(
         "--prefix-cache",
         action=argparse.BooleanOptionalAction,

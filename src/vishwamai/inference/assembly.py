@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from vishwamai.inference.head_memory import head_memory, pool_dtype
 from vishwamai.inference.memory import ring_pages, rings_of
 from vishwamai.inference.pools import make_pools
 from vishwamai.inference.programs import Programs
 from vishwamai.inference.sharding import place_of, put
+from vishwamai.models.next_token import NextTokenHead
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -62,7 +64,12 @@ def assemble(
         for i, decoder in enumerate((model, draft)):
             if decoder is not None:
                 rings = ring_pages(rings_of(decoder.config, limits), limits)
-                pools[i] = make_pools(decoder, limits.page_size, num_pages, kv_dtype, sample, mesh, rings, num_states)
+                dtype = pool_dtype(kv_dtype, decoder.dtype) if isinstance(decoder, NextTokenHead) else kv_dtype
+                pools[i] = make_pools(decoder, limits.page_size, num_pages, dtype, sample, mesh, rings, num_states)
+    draft_pages = pools[1]
+    if isinstance(draft, NextTokenHead):
+        draft.share(model)
+        draft_pages = head_memory(draft, pools[1], limits, num_pages, options.get("drafts", 0), mesh)
     place = place_of(model)
     if adapters is not None and place is not None:
         matrices = {
@@ -75,7 +82,7 @@ def assemble(
         pools[0],
         mesh=mesh,
         draft=draft,
-        draft_pages=pools[1],
+        draft_pages=draft_pages,
         windows=window_rings_of(model, draft, limits),
         kernels=options.pop("kernels", optimization.kernels),
         sizes=adapters,

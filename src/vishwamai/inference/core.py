@@ -21,7 +21,7 @@ import numpy as np
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference.answers import Delta, Finish, Writer
-from vishwamai.inference.drafting import UNREAD
+from vishwamai.inference.drafting import UNREAD, first_guess
 from vishwamai.inference.masks import Masks
 from vishwamai.inference.pace import Pace
 from vishwamai.inference.page_tiers import PageTiers
@@ -193,7 +193,7 @@ class EngineCore:
 
     def _guess(self, stream: Stream, most: int) -> Sequence[int]:
         # A grammar's mask is known for the next token alone.
-        if self._branches[stream].matcher is not None:
+        if self._branches[stream].matcher is not None or stream.computed < first_guess(self.programs.draft):
             return ()
         most = min(most, self.programs.drafts)
         return lookup(stream.tokens, most) if self.programs.draft is None else (UNREAD,) * most

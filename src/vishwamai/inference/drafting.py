@@ -1,4 +1,5 @@
-"""Guesses of the next tokens by a smaller model, the draft (Leviathan et al. 2023; Chen et al. 2023).
+"""Guesses of the next tokens by a draft (Leviathan et al. 2023; Chen et al. 2023): a smaller model, or the model's own
+head that predicts further tokens (`models.next_token`).
 
     K times: the draft computes one token of each sequence and draws the next -> one step of the model checks all K
 
@@ -19,14 +20,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.inference.head_memory import HeadMemory, follow, guess
 from vishwamai.inference.sampling import Proposals, Rows, propose
 from vishwamai.inference.sharding import gathered
 from vishwamai.models.config import ModelConfig
+from vishwamai.models.next_token import NextTokenHead
 from vishwamai.models.pages import PagedBatch
 from vishwamai.models.rotation import rotation_switch
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from vishwamai.models.decoder import Decoder
+
+DraftPages = tuple[Any, ...] | HeadMemory
+"""Pools of a draft model, or what a head has."""
 
 UNREAD = -1
 """A guess in the plan of a step whose value only the device knows."""
@@ -72,6 +80,36 @@ def check_draft(config: ModelConfig, draft: ModelConfig, drafts: int, max_length
         )
 
 
+def computed(
+    draft: Decoder,
+    pages: DraftPages,
+    tokens: Array,
+    hidden: Array,
+    batch: PagedBatch,
+    slots: Array,
+    mesh: Mesh | None,
+) -> DraftPages:
+    """The draft's pages after a step of the model, with the same tokens.
+
+    Args:
+      pages: pools of a draft model, or the `HeadMemory` of a head.
+      tokens: `[tokens]` of the step.
+      hidden: `[tokens, hidden]`, the model's hidden states of them.
+      batch: sequences of the step.
+      slots: `[sequences]`, their rows in the history.
+    """
+    if isinstance(draft, NextTokenHead):
+        assert isinstance(pages, HeadMemory)
+        return follow(draft, pages, tokens, hidden, batch, slots, mesh)
+    assert not isinstance(pages, HeadMemory)
+    return draft.step(tokens, pages, batch)[1]
+
+
+def first_guess(draft: Decoder | None) -> int:
+    """Tokens of a sequence that are computed before a draft guesses: a head reads a hidden state of the model."""
+    return 1 if isinstance(draft, NextTokenHead) else 0
+
+
 def draft_step(
     draft: Decoder,
     pages: Any,
@@ -104,7 +142,11 @@ def draft_step(
     active = jnp.sum(guesses > place, dtype=jnp.int32)
     starts = jnp.minimum(jnp.arange(count + 1, dtype=jnp.int32), active)
     batch = PagedBatch(kv_lens + place, table, starts, 1, lengths + place, windows)
-    hidden, pages = draft.step(history[slots, kv_lens + place - 1], pages, batch)
+    tokens = history[slots, kv_lens + place - 1]
+    if isinstance(draft, NextTokenHead):
+        hidden, pages = guess(draft, pages, tokens, batch, slots, guesses > place, place, mesh)
+    else:
+        hidden, pages = draft.step(tokens, pages, batch)
     rows = rows._replace(position=rows.position + place)
     proposals = propose(gathered(draft.logits(hidden), mesh), rows, history, allowed)
     return proposals, pages, history.at[rows.slot, rows.position].set(proposals.tokens, mode="drop")

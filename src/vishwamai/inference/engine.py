@@ -56,8 +56,9 @@ class Engine:
       kv_dtype: dtype of keys and values: "float32", "bfloat16", "float16", "int8" or "fp8"; None: the model's. The
         latter two keep a scale for each layer and head, measured at the start (`pools`).
       drafts: guesses of each step for each sequence; 0: none.
-      draft: a smaller decoder of the same vocab that guesses (`drafting`); None: guesses come from the text itself
-        (`speculative`). It has pages of its own, as many and of the same dtype.
+      draft: a smaller decoder of the same vocab that guesses (`drafting`), or the model's own head that predicts
+        further tokens (`models.next_token`); None: guesses come from the text itself (`speculative`). It has pages of
+        its own, as many and of the same dtype.
       prefix_cache: bool, True shares the pages of a prompt's prefix with later prompts.
       tiers: host memory and a directory for prefixes that give way to others, or None for none; for one device.
       end_tokens: ids that end an answer, besides those of the model's configuration and of its tokenizer.

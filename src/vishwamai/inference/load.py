@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A draft model that is to be loaded (`drafting`), and the bytes of its parameters and pages."""
+    """A draft model, or the model's own head, that is to be loaded (`drafting`), and the bytes of its parameters and of
+    its pages.
+    """
 
     directory: Path
     config: ModelConfig
@@ -44,9 +46,10 @@ class Draft:
     pages: int
 
     def __str__(self) -> str:
+        draft = "draft" if self.config.next_token is None else "head of"
         return (
-            f"draft {self.config.family}, {self.config.num_layers} layers, from {source_file(self.directory)}: weights "
-            f"{human(self.weights)}, keys and values {human(self.pages)}"
+            f"{draft} {self.config.family}, {self.config.num_layers} layers, from {source_file(self.directory)}: "
+            f"weights {human(self.weights)}, keys and values {human(self.pages)}"
         )
 
 
@@ -201,8 +204,10 @@ class Load:
         quantize, dtype = form_of_directory(self.quantize, directory, self.directory), jnp.dtype(self.dtype)
         if jax.default_backend() != "cpu" or mesh is not None or ffi.why_not() is not None:
             placed = {} if mesh is None else {"mesh": mesh, "rules": serving_rules(config, mesh.shape)}
-            return from_pretrained(directory, dtype=dtype, quantize=quantize, **placed)
+            return from_pretrained(directory, dtype=dtype, quantize=quantize, config=config, **placed)
         quantize = packed_form(quantize)
+        if config.next_token is not None:  # small, and not the model whose packed weights are kept in this directory
+            return pack_weights(from_pretrained(directory, dtype=dtype, quantize=quantize, config=config))
         form = Form(dtype.name, quantize and str(quantize), quantizes_head(self.quantize))
         packed = read_packed(directory, form) if self.keep_packed else None
         if packed is not None:

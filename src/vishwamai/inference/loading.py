@@ -17,6 +17,7 @@ from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
 from vishwamai.core.target import Target
 from vishwamai.inference.drafting import check_draft
+from vishwamai.inference.head_memory import hidden_bytes, pool_dtype
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.load import Draft, Load, devices_of_target, form_of_directory, packed_form, quantizes_head
 from vishwamai.inference.memory import default_states, page_bytes, ring_pages, rings_of, state_bytes, weight_bytes
@@ -27,6 +28,7 @@ from vishwamai.models.attend import NO_STEPS
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.generation import read_generation_config
 from vishwamai.models.gguf import model_directory
+from vishwamai.models.next_token import check_head, head_config
 from vishwamai.models.shards import read_index
 
 
@@ -48,6 +50,7 @@ def plan_load(
     mesh: str | None = None,
     optimization: Optimization | Mapping[str, Any] | None = None,
     draft_model: str | Path | None = None,
+    draft_head: bool = False,
     prefix_cache: bool = True,
     keep_packed: bool = False,
     adapters: AdapterSizes | None = None,
@@ -69,6 +72,8 @@ def plan_load(
       drafts: argument of `Engine`.
       draft_model: a directory of a smaller model with the same tokenizer, which makes the guesses (`drafting`). It is
         loaded with the same dtypes, quantization and mesh.
+      draft_head: bool, True lets the model's own head guess, which its checkpoint has next to the layers
+        (`models.next_token`).
       prefix_cache: argument of `Engine`.
       keep_packed: bool, True keeps, on one CPU device, the packed weights beside the checkpoint
         (`models.packed_files`), and map
@@ -126,7 +131,7 @@ def plan_load(
 
     rings = rings_of(config, limits)
 
-    def sizes(of: Path, config: ModelConfig, rings: dict[int, int]) -> tuple[int, int, int]:
+    def sizes(of: Path, config: ModelConfig, rings: dict[int, int], stored: jnp.dtype = stored) -> tuple[int, int, int]:
         """Bytes of the weights, of a page of the layers that share `num_pages`, and of the pools of windows."""
         form = form_of_directory(quantize, of, directory)
         if on_cpu and devices is None:
@@ -142,6 +147,15 @@ def plan_load(
     weights, page, ring = sizes(directory, config, rings)
     weights += 0 if adapters is None else adapters.bytes(config, itemsize)
     draft, draft_page, draft_ring, rows = None, 0, 0, (drafts + 1) * max_sequences
+    if draft_model is not None and draft_head:
+        raise ShapeError("plan_load: `draft_model` and `draft_head` both guess the next tokens; pass one of them.")
+    if draft_head:
+        small = _read_head(directory, config, drafts, max_length)
+        sizes_of_head = sizes(directory, small, {}, pool_dtype(stored, dtype))
+        hidden = [copies * count for count in hidden_bytes(config, limits, drafts, itemsize)]
+        draft_page, draft_ring = sizes_of_head[1] + hidden[0], sizes_of_head[2] + hidden[1]
+        draft = Draft(directory, small, sizes_of_head[0], 0)
+        rows += drafts * max_sequences
     if draft_model is not None:
         draft_model = model_directory(Path(draft_model), weights=True)
         small = _read_draft(Path(draft_model), directory, config, drafts, max_length)
@@ -170,7 +184,7 @@ def plan_load(
     growing = page + draft_page
     left = most if budget is None else (budget - fixed) // max(growing, 1)
     pages = min(most, left)
-    if own_length and draft is None:
+    if own_length and draft_model is None:
         longest = dataclasses.replace(limits, max_length=max(max_length, min(config.max_positions, pages * page_size)))
         limits = limits if rings_of(config, longest) else longest
     load = Load(
@@ -236,6 +250,15 @@ def _read_draft(directory: Path, model: Path, config: ModelConfig, drafts: int, 
             "model with the same tokenizer."
         )
     return draft
+
+
+def _read_head(directory: Path, config: ModelConfig, drafts: int, max_length: int) -> ModelConfig:
+    """The configuration of a model's head, whose tensors are in the checkpoint."""
+    head = head_config(config)
+    check_draft(config, head, drafts, max_length)
+    assert head.next_token is not None
+    check_head(directory, head.next_token)
+    return head
 
 
 def _vocab(directory: Path) -> dict[str, int] | None:

@@ -21,7 +21,7 @@ from vishwamai.core.execute import only_for, platform_of
 from vishwamai.core.host_memory import give_back
 from vishwamai.core.qtensor import bits
 from vishwamai.inference import kept_programs
-from vishwamai.inference.drafting import draft_step
+from vishwamai.inference.drafting import DraftPages, computed, draft_step
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.pools import zeros
 from vishwamai.inference.sampling import Proposals, Rows, Sampled, all_allowed, empty_rows, sample
@@ -117,7 +117,7 @@ def _forward(
     tokens = history[slots[batch.sequences(shape.tokens)], batch.positions(shape.tokens)]
     hidden, pages = model.step(tokens, pages, batch)
     if draft is not None:
-        _, draft_pages = draft.step(tokens, draft_pages, batch)
+        draft_pages = computed(draft, draft_pages, tokens, hidden, batch, slots, mesh)
     return gathered(model.logits(hidden[rows]), mesh), pages, draft_pages
 
 
@@ -216,7 +216,7 @@ class Programs:
       on_program: called with (how many are compiled, of how many, the next one's name) before each.
       mesh: mesh of the models and the pools; logits and history are whole on each of its devices.
       draft: a model that guesses, or None (`drafting`).
-      draft_pages: its pools.
+      draft_pages: its pools, or the `HeadMemory` of a head.
       windows: window sizes whose layers have separate page tables (`windows.WindowPages`).
       lazy: compile the programs of one sequence's token and of prompts only; each other one when a step first needs it.
       kernels: the configuration of kernels for which programs are traced.
@@ -238,7 +238,7 @@ class Programs:
         on_program: Callable[[int, int, str], None] | None = None,
         mesh: Mesh | None = None,
         draft: Decoder | None = None,
-        draft_pages: tuple[Any, ...] = (),
+        draft_pages: DraftPages = (),
         windows: Iterable[int] = (),
         lazy: bool = False,
         kernels: Kernels = contextlib.nullcontext,

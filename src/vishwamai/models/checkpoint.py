@@ -24,6 +24,7 @@ from vishwamai.models.decoder import Decoder
 from vishwamai.models.families import FAMILIES
 from vishwamai.models.gguf import LINK, model_directory
 from vishwamai.models.gguf_parts import block_weights
+from vishwamai.models.next_token import decoder_class, head_index
 from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, parameter_path, top_parameters
 from vishwamai.models.periods import segments
 from vishwamai.models.published import Computed, Decoded, Index, check_settings, decode_index
@@ -106,7 +107,7 @@ def from_pretrained(
             return storage.quantize(_read(parameter, pieces, stored, kind, plain), split)
         return _read_quantized(storage, parameter, pieces, stored, split)
 
-    model = Decoder(config, dtype=dtype, param_dtype=dtype, stacked=stacked, make=make)
+    model = decoder_class(config)(config, dtype=dtype, param_dtype=dtype, stacked=stacked, make=make)
     used |= _check_constants(config, index)
     _check_unused(config, directory, index, used)
     return model
@@ -204,7 +205,7 @@ def _index(directory: Path, quantize: str | Storage | None, config: ModelConfig)
     index = text_tensors(block_weights(decoded) if quantize == KEEP else decoded)
     for part, name in FAMILIES[config.family].renamed.items():
         index = {key.replace(part, name): entry for key, entry in index.items()}
-    return index
+    return index if config.next_token is None else head_index(index, config.next_token)
 
 
 def _storage(

@@ -21,7 +21,7 @@ from vishwamai.models.layers.altup import AltUp
 from vishwamai.models.layers.latent import Latent
 from vishwamai.models.layers.layer import LayerKind
 from vishwamai.models.layers.mixture import Experts
-from vishwamai.models.parameters import LayerEmbedding
+from vishwamai.models.parameters import LayerEmbedding, NextToken
 from vishwamai.models.text_part import text_values
 from vishwamai.models.tied import has_own_head
 from vishwamai.models.values import check_value, read_json
@@ -103,6 +103,7 @@ class ModelConfig:
       latent: latent attention, or None.
       layer_embedding: per-layer embeddings, or None.
       altup: the streams that layers predict and correct, or None for one stream.
+      next_token: form of a head that predicts the token after the next one (`next_token.head_config`); None of a model.
 
     >>> config = ModelConfig.from_dict({
     ...     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
@@ -174,6 +175,7 @@ class ModelConfig:
     layer_embedding: LayerEmbedding | None = None
     altup: AltUp | None = None
     dense_layers: int = 0
+    next_token: NextToken | None = None
 
     def __post_init__(self) -> None:
         if self.latent is not None and self.num_kv_heads != self.num_heads:

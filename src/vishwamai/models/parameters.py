@@ -88,6 +88,35 @@ class LayerEmbedding:
     vocab_size: int
 
 
+@dataclasses.dataclass(frozen=True)
+class NextToken:
+    """The head that predicts the token after the next one (MTP), as `next_token.NextTokenHead` computes it.
+
+    Attributes:
+      start: the start of the names of its tensors; `{layers}` is the number of the model's layers.
+      layer: text that follows it in the names of the tensors of its layer.
+      token_norm, hidden_norm, join, norm: the names of its other tensors, without `start` and `.weight`: the norms of
+        the token's embedding and of the hidden state, the product of the two, and the norm before the model's head.
+      normalized: the hidden state that it hands on is the one after the last norm; False: the one before it.
+      copies: names of tensors that repeat the model's embedding and head.
+    """
+
+    start: str
+    layer: str
+    token_norm: str
+    hidden_norm: str
+    join: str
+    norm: str
+    normalized: bool = False
+    copies: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors outside of its layer, by parameter."""
+        names = {name: getattr(self, name) for name in ("token_norm", "hidden_norm", "join", "norm")}
+        return {name: Tensor(f"{self.start}{stem}.weight", name == "join") for name, stem in names.items()}
+
+
 def norm_parameter(config: ModelConfig, size: int) -> Parameter:
     """The scale of a norm over `size` features."""
     return Parameter((size,), (None,), "zeros" if config.norm_offset else "ones")
@@ -106,6 +135,10 @@ def matrix(rows: int, columns: int, axes: tuple[str | None, str | None]) -> Para
 
 def top_parameters(config: ModelConfig) -> dict[str, Parameter]:
     """Parameters outside the layers, by name."""
+    if config.next_token is not None:  # its embedding and its head are the model's
+        norms = ("token_norm", "hidden_norm", "norm")
+        table = {key: p for name in norms for key, p in norm_parameters(config, name).items()}
+        return table | {"join": Parameter((2 * config.hidden_size, config.hidden_size), (None, "embed"))}
     embedding = Parameter((config.vocab_size, config.hidden_size), ("vocab", "embed"))
     table = {"embed": embedding, **norm_parameters(config, "norm")}
     if not config.tie_embeddings:

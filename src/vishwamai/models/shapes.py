@@ -12,6 +12,7 @@ from jax.sharding import Mesh, Sharding
 from vishwamai.models.checkpoint import storages
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.decoder import Decoder
+from vishwamai.models.next_token import decoder_class
 from vishwamai.models.parameters import Parameter, parameter_path
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, parameter_sharding
 from vishwamai.parallel import LogicalRules
@@ -68,4 +69,4 @@ def decoder_shapes(
         split = storage.shardings(*place, parameter, 1, where)
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), weight, split)
 
-    return Decoder(config, dtype=dtype, param_dtype=dtype, stacked=False, make=make)
+    return decoder_class(config)(config, dtype=dtype, param_dtype=dtype, stacked=False, make=make)

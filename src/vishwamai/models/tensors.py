@@ -76,7 +76,10 @@ def piece(config: ModelConfig, name: str, parameter: Parameter, layer: int | Non
     """
     common = TOP_TENSORS if layer is None else config.layers[layer].tensors
     family = FAMILIES[config.family]
-    entry = {**common, **family.tensors, **family.norm_tensors.get(config.norms, {})}.get(name)
+    table = {**common, **family.tensors, **family.norm_tensors.get(config.norms, {})}
+    if layer is None and config.next_token is not None:
+        table |= config.next_token.tensors
+    entry = table.get(name)
     if entry is None:
         raise ShapeError(
             f"models: parameter `{name}` has no tensor in checkpoints of {config.family}; add its `Tensor` to the "

@@ -45,6 +45,7 @@ _AROUND = ("model_type", "text_config", "vision_config", "image_token_id", "vide
 _AROUND += ("vision_start_token_id", "vision_end_token_id")
 
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+_NEXT_TOKEN = "mtp."  # Qwen's head that predicts a further token
 _TOWER = "visual."  # where a tower lies next to a decoder under its plain names (Qwen2-VL)
 _BARE = {
     "embed_tokens.weight": "model.",
@@ -153,7 +154,8 @@ def text_tensors(index: Mapping[str, Entry]) -> dict[str, Entry]:
         start = next((start for table, start in _BARE.items() if table in index), None)
         bare = start is not None and not any(name.startswith(start) for name in index)
         return {f"{start}{name}" if bare and name != "lm_head.weight" else name: entry for name, entry in index.items()}
-    renamed = {name: entry for name, entry in index.items() if name == "lm_head.weight"}
+    outside = ("lm_head.weight", _NEXT_TOKEN)
+    renamed = {name: entry for name, entry in index.items() if name.startswith(outside)}
     for name, entry in index.items():
         for place, plain in _PLACES:
             if name.startswith(place):

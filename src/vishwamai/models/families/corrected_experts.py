@@ -16,6 +16,7 @@ from vishwamai.models.families.family import (
     COMMON,
     CORRECTED,
     EXPERTS,
+    EXTRA_LAYER,
     HEADS,
     INNER,
     SILU,
@@ -171,6 +172,7 @@ CORRECTED_MIXTURES: Mapping[str, Family] = {
         fixed=_SIGMOID,
         aliases={"num_local_experts": "n_routed_experts"},
         partial=0.5,
+        next_token=EXTRA_LAYER,
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",

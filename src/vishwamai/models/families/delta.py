@@ -10,7 +10,7 @@ from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.feed_forward import GATED
 from vishwamai.models.layers.gated_delta import FusedGatedDelta, GatedDelta
 from vishwamai.models.layers.separate_delta import SeparateDelta
-from vishwamai.models.parameters import PREFIX, Tensor
+from vishwamai.models.parameters import PREFIX, NextToken, Tensor
 from vishwamai.models.values import check_value
 
 _KEYS = {
@@ -46,6 +46,9 @@ _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 512, "shared_expert_interme
 _SHARED = {f"shared_{name}": Tensor(PREFIX + f"mlp.shared_expert.{name}_proj.weight", True) for name in GATED}
 _LAYERS: dict[str, Any] = {"layer_types": "types", "layer_keys": ("full_attention_interval",), "partial": 0.25}
 _LAYERS |= {"unread": ("mtp.",)}
+_LAYERS["next_token"] = NextToken(
+    "mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", normalized=True
+)
 _FIXED: dict[str, tuple[Any, ...]] = {"output_gate_type": ("swish", "silu")}
 _IGNORED = ("attn_output_gate", "mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers")
 _IGNORED += ("mtp_use_dedicated_embeddings",)

@@ -14,7 +14,7 @@ from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.feed_forward import FeedForward, Gated
 from vishwamai.models.layers.mixer import Mixer
 from vishwamai.models.layers.mixture import Mixture
-from vishwamai.models.parameters import Tensor
+from vishwamai.models.parameters import NextToken, Tensor
 
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
@@ -57,6 +57,8 @@ class Family:
       renamed: parts of the names of tensors that some files write otherwise, and what `tensors` has in their place.
       tensors: names that differ from the common ones, by parameter; None where the common one is absent.
       norm_tensors: names that differ from these with some of `ModelConfig.norms`.
+      next_token: the head that predicts the token after the next one, where checkpoints have it; None: it is not
+        computed.
     """
 
     architecture: str
@@ -89,6 +91,7 @@ class Family:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     norm_tensors: Mapping[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
+    next_token: NextToken | None = None
 
     def reads(self) -> frozenset[str]:
         """Keys that say what the layers are: windows, rotations, experts."""
@@ -97,6 +100,17 @@ class Family:
         partial = () if self.partial is None else ("partial_rotary_factor",)
         return frozenset((*_ROTATION, self.theta_key, *windows, *partial, *self.layer_keys))
 
+
+EXTRA_LAYER = NextToken(
+    "model.layers.{layers}.",
+    "",
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "shared_head.norm",
+    copies=("embed_tokens.weight", "shared_head.head.weight"),
+)
+"""The head of DeepSeek V3 and GLM-4.5: a layer after the last one. DeepSeek-AI, "DeepSeek-V3 Technical Report"."""
 
 _ROTATION = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 _GENERATION = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vishwamai.core.errors import UnsupportedError
-from vishwamai.models.families.family import BIASES, COMMON, CORRECTED, SILU, Family, sizes, tokens
+from vishwamai.models.families.family import BIASES, COMMON, CORRECTED, EXTRA_LAYER, SILU, Family, sizes, tokens
 from vishwamai.models.layers.indexed import FullIndexAttention, IndexedAttention, SharedIndexAttention
 from vishwamai.models.layers.latent import LatentAttention
 from vishwamai.models.layers.mixer import Mixer
@@ -141,6 +141,7 @@ LATENT: Mapping[str, Family] = {
         aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
         derive=_with_queries,
         layer_keys=("mlp_layer_types",),
+        next_token=EXTRA_LAYER,
     ),
     "glm_moe_dsa": Family(
         "GlmMoeDsaForCausalLM",
@@ -166,6 +167,7 @@ LATENT: Mapping[str, Family] = {
         layer_types="types",
         types_key="indexer_types",
         layer_keys=("mlp_layer_types",),
+        next_token=EXTRA_LAYER,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
@@ -201,6 +203,7 @@ LATENT: Mapping[str, Family] = {
         fixed={**_FIXED, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
         ignored=_IGNORED,
         aliases={"num_local_experts": "n_routed_experts"},
+        next_token=EXTRA_LAYER,
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM",
@@ -228,6 +231,7 @@ LATENT: Mapping[str, Family] = {
         ignored=("qk_head_dim",),
         aliases={"head_dim": "qk_rope_head_dim", "num_local_experts": "n_routed_experts"},
         layer_keys=("mlp_layer_types",),
+        next_token=EXTRA_LAYER,
     ),
     "mistral4": Family(
         "Mistral4ForCausalLM",
