@@ -113,6 +113,7 @@ def test_a_later_start_computes_the_new_tokens_alone(start: Start, tmp_path: Pat
 CASES: dict[str, tuple[Any, ...]] = {
     "windows": ("gemma3_text", {}, {}, "window-8"),
     "states": ("qwen3_5_text", {}, {"num_states": 5}, STATES),
+    "states alone": ("mamba2", {}, {"num_states": 5}, STATES),
     "states next to pages": ("falcon_h1", {}, {"num_states": 5}, STATES),
     "stacked layers": ("qwen3", {"stacked": True}, {}),
     "int8": ("qwen3", {}, {"kv_dtype": "int8"}),
@@ -270,6 +271,7 @@ def test_others_go_on_while_a_prefix_is_read(start: Start, tmp_path: Path, monke
     for _ in range(3):
         engine.step()
     assert not done["stored"] and done["cancelled"] == [-1]
+    assert [stream.tokens for stream in tiers_of(engine)._readings] == [PROMPTS[0]]
     gate.set()
     while not engine.idle:
         engine.step()

@@ -188,6 +188,8 @@ class EngineCore:
 
     def _forget(self, branch: Branch, finish: Finish) -> None:
         self._masks.forget(branch)
+        if self.tiers is not None:
+            self.tiers.forget(branch.stream)
         del self._branches[branch.stream]
         self.statistics.finished[finish] = self.statistics.finished.get(finish, 0) + 1
 

@@ -74,13 +74,15 @@ class PageCopies:
         self.scales = tuple(array for array, row in zip(arrays, rows, strict=True) if row.group is None)
         self._groups: dict[str, _Group] = {}
         self._programs_of: dict[str, tuple[Callable[..., Arrays], Callable[..., Arrays]]] = {}
-        for name in dict.fromkeys(row.group for row in rows if row.group is not None):
+        # Models of states alone have no arrays of pages: a page is then known, and has no bytes.
+        for name in dict.fromkeys([PAGES, *(row.group for row in rows if row.group is not None)]):
             places = tuple(i for i, row in enumerate(rows) if row.group == name)
             layers = tuple(rows[i].layers for i in places)
             shapes = tuple(
                 jax.ShapeDtypeStruct((rows[i].layers, *arrays[i].shape[1:]), arrays[i].dtype) for i in places
             )
-            self._groups[name] = _Group(places, layers, arrays[places[0]].shape[0] // layers[0], shapes)
+            counts = [arrays[i].shape[0] // rows[i].layers for i in places]
+            self._groups[name] = _Group(places, layers, max(counts, default=0), shapes)
             read, write = partial(_read, layers=layers), partial(_write, layers=layers)
             self._programs_of[name] = jax.jit(read), jax.jit(write, donate_argnums=0)
             self.take(name, [])  # compiled now, not when the first page gives way
@@ -107,7 +109,8 @@ class PageCopies:
 
     def data(self, copies: Sequence[jax.Array], number: int) -> np.ndarray:
         """The bytes of one page among those that `take` copied; waits until they are computed."""
-        return np.concatenate([np.asarray(part)[number].reshape(-1).view(np.uint8) for part in copies])
+        rows = [np.asarray(part)[number].reshape(-1).view(np.uint8) for part in copies]
+        return np.concatenate(rows) if rows else np.zeros(0, np.uint8)
 
     def put(self, group: str, entries: Sequence[tuple[int, np.ndarray]]) -> None:
         """Writes bytes to pages, before the next step that is sent off."""

@@ -141,6 +141,13 @@ class PageTiers:
             else:
                 stream.ready = True
 
+    def forget(self, stream: Stream) -> None:
+        """Drops what was read for a stream that has ended."""
+        stream.parts = {}
+        reading = self._readings.pop(stream, None)
+        if reading is not None:
+            reading.cancel()
+
     def wait(self) -> None:
         """Waits until a prefix was read, for a moment at most."""
         readings = [reading for stream, reading in self._readings.items() if not stream.ready]
@@ -194,7 +201,7 @@ class PageTiers:
         try:
             for i, part in enumerate(parts):
                 data = self._copies.data(copies, i)
-                if data.nbytes <= self._most:
+                if self._most and data.nbytes <= self._most:
                     self._keep(part, data)
                 if self._files is not None and self._files.write(part, data):
                     self.counts["disk"].stored += data.nbytes
@@ -254,7 +261,7 @@ def _fingerprint(programs: Programs, copies: PageCopies, numerics: str) -> str:
         [(jax.tree_util.keystr(path), leaf.shape, leaf.dtype.name) for path, leaf in leaves],
     )
     digest = hashlib.sha256(repr(facts).encode())
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # of a GPU's arrays, so many are on the host at once
         for part in pool.map(_digest, (leaf for _, leaf in leaves)):
             digest.update(part)
     return digest.hexdigest()[:32]
