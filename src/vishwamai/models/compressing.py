@@ -237,6 +237,8 @@ def write_compressed(
     """
     from safetensors import SafetensorError
 
+    if bits is not None and rows is None:
+        raise ShapeError(f"quantize: `bits` is {bits:g}, but `rows` is None; pass the texts that choose the products.")
     directory, index, places, form = check_source(source, format)
     forms = dict.fromkeys(places, form)
     if rows is None or form.group_size is None:
