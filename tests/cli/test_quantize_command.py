@@ -17,7 +17,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models import from_pretrained
 from vishwamai.models.checkpoint import named_parameters
-from vishwamai.models.compressing import packed
+from vishwamai.models.compressing import packed, write_compressed
 from vishwamai.models.format_choice import losses
 from vishwamai.models.gptq import gptq
 from vishwamai.models.moments import layer_moments
@@ -244,6 +244,8 @@ def test_what_cannot_be_written_is_named(source, text, tmp_path, capsys):
         words = words if "-o" in words else [*words, "-o", str(tmp_path / "out")]
         assert main(["quantize", *words]) == 2, words
         assert said in capsys.readouterr().err and not (tmp_path / "out" / "config.json").exists(), words
+    with pytest.raises(ShapeError, match="`rows` is None; pass the texts that choose the products"):
+        write_compressed(source, tmp_path / "out", "int4", bits=5.0)
     assert main(["quantize", str(source), "--format", "int4", "-o", str(tmp_path / "once")]) == 0
     assert main(["quantize", str(tmp_path / "once"), "--format", "int4", "-o", str(tmp_path / "twice")]) == 2
     assert "is published quantized; pass the model that it was made from." in capsys.readouterr().err
