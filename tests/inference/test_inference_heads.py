@@ -22,18 +22,21 @@ from safetensors.numpy import load_file, save_file
 from models_families import TINY
 from models_peer import peer_greedy
 from test_inference_drafting import continuations, p_value
+from test_page_tiers import parts_of
 from vishwamai import DeviceError, ShapeError, UnsupportedError
 from vishwamai.cli import main
-from vishwamai.inference import Engine, Sampling, plan_load
+from vishwamai.inference import CacheTiers, Engine, Sampling, plan_load
 from vishwamai.inference.core import EngineCore
 from vishwamai.inference.fit import fit_load
 from vishwamai.inference.head_memory import HeadMemory
+from vishwamai.inference.prefixes import PAGES
 from vishwamai.inference.server.metrics import Metrics
 from vishwamai.models import PagedBatch, from_pretrained, page_shapes, read_config
 from vishwamai.models.checkpoint import parameter_variables
 from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.layer import LayerKind
 from vishwamai.models.next_token import NextTokenHead, head_config
+from vishwamai.models.pages import pages_of
 
 ONE_LAYER: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 0},
@@ -285,3 +288,24 @@ def test_a_head_next_to_8_bits_has_floats(oracle: Oracle) -> None:
     assert engine.programs.draft_pages.pools[0].dtype == jnp.float32
     assert [len(answer.token_ids) for answer in engine.generate(PROMPTS, GREEDY)] == [24] * 4
     assert engine.statistics.guesses
+
+
+@pytest.mark.long
+def test_pages_of_a_head_are_stored_with_those_of_the_model(oracle: Oracle, tmp_path: Path) -> None:
+    load = plan_load(oracle.path, dtype="float32", draft_head=True, drafts=2, **SIZES)
+    answers, parts = [], []
+    for _ in range(2):
+        engine = load.engine(compile="lazy", tiers=CacheTiers(tmp_path))
+        (answer,) = engine.generate(PROMPTS[:1], GREEDY)
+        answers.append((answer.token_ids, answer.cached))
+        parts.append(parts_of(engine))
+        engine.stop()
+    assert answers[0][0] == answers[1][0] and (answers[0][1], answers[1][1]) == (0, 36)
+    common = parts[0].keys() & parts[1].keys()
+    draft = engine.programs.draft_pages
+    assert isinstance(draft, HeadMemory)
+    of_head = sum(x[0].nbytes for x in jax.tree.leaves((draft.pools, draft.ends)))
+    of_model = sum(x[0].nbytes for pool in engine.programs.pages if (x := pages_of(pool)) is not None)
+    assert {len(parts[1][part]) for part in common if part.group == PAGES} == {of_model + of_head}
+    # The step after the prefix completes the last pair of the head once more.
+    assert len(common) >= 9 and sum(parts[0][part] != parts[1][part] for part in common) <= 1

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vishwamai.inference.head_memory import HeadMemory
 from vishwamai.inference.prefixes import PAGES, STATES, window_group
 from vishwamai.models.pages import MixedPool, QuantizedPages
 from vishwamai.models.periods import segments
 
 if TYPE_CHECKING:
     from vishwamai.core.types import PyTree
+    from vishwamai.inference.drafting import DraftPages
     from vishwamai.inference.programs import Programs
     from vishwamai.models import Decoder
 
@@ -29,10 +31,13 @@ _BATCH, _BATCH_BYTES = 16, 32 << 20
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """How an array holds pages: those of so many layers, one layer after another; None: it holds none."""
+    """How an array holds pages: those of so many layers, one layer after another; None: it holds none, but scales of
+    pages or what sequences have that run.
+    """
 
     group: str | None
-    layers: int
+    layers: int = 0
+    scales: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +74,9 @@ class PageCopies:
         self._programs = programs
         rows = [*_rows_of(programs.model, programs.pages, programs.windows)]
         if programs.draft is not None:
-            rows += _rows_of(programs.draft, programs.draft_pages, programs.windows)
+            rows += _rows_of_draft(programs.draft, programs.draft_pages, programs.windows)
         arrays = jax.tree.leaves((programs.pages, programs.draft_pages))
-        self.scales = tuple(array for array, row in zip(arrays, rows, strict=True) if row.group is None)
+        self.scales = tuple(array for array, row in zip(arrays, rows, strict=True) if row.scales)
         self._groups: dict[str, _Group] = {}
         self._programs_of: dict[str, tuple[Callable[..., Arrays], Callable[..., Arrays]]] = {}
         # Models of states alone have no arrays of pages: a page is then known, and has no bytes.
@@ -148,13 +153,22 @@ def _rows_of(model: Decoder, pools: Sequence[PyTree], windows: Sequence[int]) ->
         yield from jax.tree.leaves(_marked(pool, pages, _Rows(STATES, layers)))
 
 
+def _rows_of_draft(draft: Decoder, pages: DraftPages, windows: Sequence[int]) -> Iterator[_Rows]:
+    if not isinstance(pages, HeadMemory):
+        yield from _rows_of(draft, pages, windows)
+        return
+    running, ends = (cast("jax.Array", rows) for rows in (_Rows(None), _Rows(PAGES, 1)))
+    pools = tuple(_rows_of(draft, pages.pools, windows))
+    yield from jax.tree.leaves(HeadMemory(pools, running, ends, running, pages.page_size))
+
+
 def _marked(pool: PyTree, pages: _Rows, states: _Rows) -> PyTree:
     if isinstance(pool, MixedPool):
         return MixedPool(_marked(pool.pages, pages, states), _marked(pool.states, pages, states))
     if isinstance(pool, dict):
         return dict.fromkeys(pool, states)
-    none = cast("jax.Array", _Rows(None, 0))
-    return QuantizedPages(pages, none, none) if isinstance(pool, QuantizedPages) else pages
+    scale = cast("jax.Array", _Rows(None, scales=True))
+    return QuantizedPages(pages, scale, scale) if isinstance(pool, QuantizedPages) else pages
 
 
 def _by_layer(array: jax.Array, layers: int) -> jax.Array:
