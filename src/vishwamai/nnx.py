@@ -231,7 +231,7 @@ class Linear(nnx.Linear):
                 "Linear: `dot_general` is given, but `vishwamai.gemm` multiplies; use flax.nnx.Linear."
             )
 
-    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+    def __call__(self, inputs: Array, out_sharding: object = None) -> Array:
         """`inputs @ kernel + bias`, `[..., out_features]` of `inputs`, `[..., in_features]`.
 
         Raises:
@@ -270,7 +270,7 @@ def _check_last_axis(norm: Any) -> None:
         )
 
 
-def _check_no_mask(norm: Any, mask: AnyArray) -> None:
+def _check_no_mask(norm: object, mask: AnyArray) -> None:
     if mask is not None:
         raise UnsupportedError(
             f"{type(norm).__name__}: `mask` is given, but every feature is normalized; leave it out, or use "

@@ -52,7 +52,7 @@ class TooLarge(Exception):
     """A program's own plan says that it would not fit."""
 
 
-def _compiled(function: Callable[..., Any], arguments: Any) -> tuple[Callable[[], Any], int]:
+def _compiled(function: Callable[..., object], arguments: Any) -> tuple[Callable[[], Any], int]:
     """(the call, bytes that it takes) of a program compiled for the default device, arguments in place."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
@@ -107,7 +107,7 @@ def _torch_call(peer: Peer, arguments: tuple[Any, ...], gradients: bool) -> Call
     return call
 
 
-def _torch_arrays(result: Any) -> tuple[Any, ...]:
+def _torch_arrays(result: object) -> tuple[Any, ...]:
     return tuple(from_torch(x) for x in (result if isinstance(result, tuple) else (result,)))
 
 

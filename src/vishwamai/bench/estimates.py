@@ -64,7 +64,7 @@ def _seconds(schedule: KernelSchedule | VishwamaiError) -> float | str:
     return left_out[0] if left_out else schedule.seconds
 
 
-def inspected(calls: Iterable[Call], arrays: Sequence[Any], target: str, flops: float) -> dict[str, float | str]:
+def inspected(calls: Iterable[Call], arrays: Sequence[object], target: str, flops: float) -> dict[str, float | str]:
     """`seconds` of several calls with the same arrays."""
     return seconds([Inspection(call, arrays, target=target, flops=flops, name=name) for name, call in calls])
 

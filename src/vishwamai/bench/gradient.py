@@ -45,7 +45,7 @@ def gradient_case(case: Case) -> Case | None:
         outer = {name: values.pop(name) for name in cotangents}
         arrays = {name: jnp.asarray(values.pop(name)) for name in case.arrays}
 
-        def leaves(floats: Mapping[str, Any]) -> list[Any]:
+        def leaves(floats: Mapping[str, object]) -> list[Any]:
             return jax.tree.leaves(case.call(**{**arrays, **floats}, **values))
 
         outputs, pull = jax.vjp(leaves, {name: arrays[name] for name in names})

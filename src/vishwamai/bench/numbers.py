@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +44,7 @@ class Truth:
     words: str
 
 
-def as_tuple(result: Any) -> tuple[np.ndarray, ...]:
+def as_tuple(result: object) -> tuple[np.ndarray, ...]:
     """The outputs as NumPy arrays."""
     return tuple(np.asarray(leaf) for leaf in jax.tree.leaves(result))
 

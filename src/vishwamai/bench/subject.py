@@ -136,13 +136,13 @@ def halvings(size: int, share: float, floor: int, power: float = 1.0) -> int:
     return new
 
 
-def jax_peer(name: str, case: Case, call: Callable[..., Any], **how: Any) -> Peer:
+def jax_peer(name: str, case: Case, call: Callable[..., object], **how: Any) -> Peer:
     """A peer that takes the case's arrays as they are, in their order."""
     names = tuple(case.arrays)
     return Peer(name, "jax", lambda arrays: tuple(arrays[n] for n in names), call, arguments=names, **how)
 
 
-def torch_peer(name: str, case: Case, call: Callable[..., Any], **how: Any) -> Peer:
+def torch_peer(name: str, case: Case, call: Callable[..., object], **how: Any) -> Peer:
     """A peer that takes the case's arrays as tensors, in their order."""
     names = tuple(case.arrays)
 
@@ -152,7 +152,7 @@ def torch_peer(name: str, case: Case, call: Callable[..., Any], **how: Any) -> P
     return Peer(name, "torch", prepare, call, arguments=names, **how)
 
 
-def ours_in_torch(case: Case, call: Callable[..., Any] | None = None) -> Peer | None:
+def ours_in_torch(case: Case, call: Callable[..., object] | None = None) -> Peer | None:
     """The function of `vishwamai.torch` that bears the name of the case's, or `call`, of tensors by the names of the
     case's arrays; None where it does not have all arguments. Options that are arrays become tensors too.
     """
@@ -180,7 +180,7 @@ def ours_in_torch(case: Case, call: Callable[..., Any] | None = None) -> Peer | 
     )
 
 
-def _holds_arrays(value: Any) -> bool:
+def _holds_arrays(value: object) -> bool:
     """An array, or a tuple of them."""
     parts = value if isinstance(value, tuple) else (value,)
     return bool(parts) and all(isinstance(part, np.ndarray) for part in parts)

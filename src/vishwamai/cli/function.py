@@ -195,7 +195,7 @@ def _value(text: str) -> Any:
         ) from None
 
 
-def _is_dynamic(value: Any) -> bool:
+def _is_dynamic(value: object) -> bool:
     import jax
 
     return any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value))

@@ -19,7 +19,9 @@ STDOUT = Path("-")
 class _Targets(argparse.Action):
     """Collects the names of an option that is repeated, or has commas between its names."""
 
-    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
         names = [name.strip() for name in str(values).split(",") if name.strip()]
         if not names:
             raise CommandError(f'{self.option_strings[0]} is {values!r}; name a chip, such as "v5e".')
@@ -62,7 +64,7 @@ def add_json(parser: argparse.ArgumentParser, help: str, default: Path | None = 
     )
 
 
-def write_json(value: Any, path: Path, indent: int | None = 2) -> None:
+def write_json(value: object, path: Path, indent: int | None = 2) -> None:
     """Writes a value where `--json` says."""
     text = json.dumps(value, indent=indent)
     if path == STDOUT:

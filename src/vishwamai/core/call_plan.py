@@ -122,7 +122,7 @@ class Planner(Protocol):
     name: str
     implementations: tuple[Implementation[Any], ...]
 
-    def plan(self, spec: Any, *, config: Any = None, implementation: str | None = None) -> CallPlan:
+    def plan(self, spec: Any, *, config: object = None, implementation: str | None = None) -> CallPlan:
         """Chooses an implementation for every platform."""
         ...
 

@@ -77,7 +77,7 @@ def heard(key: str) -> str:
     return _connection().blocking_key_value_get(key, 30 * 24 * 3600 * 1000)
 
 
-def is_linearized(arrays: Any) -> bool:
+def is_linearized(arrays: object) -> bool:
     """Whether `jax.linearize` traces one of the arrays; under `jax.grad` and `jax.vjp` too, which trace with
     the same tracers.
     """
@@ -142,7 +142,7 @@ def _spec(sharding: Any) -> list[Any] | None:
     return None if isinstance(sharding, SingleDeviceSharding) else _UNKNOWN
 
 
-def deserialized(executable: bytes, header: dict[str, Any], place: Any, in_tree: Any, out_tree: Any) -> Any:
+def deserialized(executable: bytes, header: dict[str, Any], place: object, in_tree: Any, out_tree: Any) -> Any:
     """The compiled program of what `serialized` gave.
 
     Args:
@@ -195,7 +195,7 @@ def _named(aval: Any) -> list[Any]:
     return [list(aval.shape), aval.dtype.name, aval.weak_type]
 
 
-def _placed(spec: list[Any] | None, place: Any) -> NamedSharding | SingleDeviceSharding:
+def _placed(spec: list[Any] | None, place: object) -> NamedSharding | SingleDeviceSharding:
     if not isinstance(place, Mesh):
         return SingleDeviceSharding(place)
     axes = (tuple(axis) if isinstance(axis, list) else axis for axis in spec or ())

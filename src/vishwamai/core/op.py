@@ -64,7 +64,9 @@ class Op(Generic[S]):
     def __repr__(self) -> str:
         return f"Op({self.name!r})"
 
-    def __call__(self, spec: S, operands: PyTree, *, config: Any = None, implementation: str | None = None) -> PyTree:
+    def __call__(
+        self, spec: S, operands: PyTree, *, config: object = None, implementation: str | None = None
+    ) -> PyTree:
         """Runs the op on operands that the spec has already checked; returns its outputs.
 
         Raises:
@@ -125,7 +127,7 @@ class Op(Generic[S]):
         )
 
     def with_residuals(
-        self, spec: S, operands: object, *, config: Any = None, implementation: str | None = None
+        self, spec: S, operands: object, *, config: object = None, implementation: str | None = None
     ) -> tuple[PyTree, PyTree]:
         """The outputs, and the residuals of their gradients, which carry no gradient themselves. For a caller that has
         a gradient of its own.
@@ -150,7 +152,7 @@ class Op(Generic[S]):
         residuals: PyTree,
         cotangents: PyTree,
         *,
-        config: Any = None,
+        config: object = None,
         implementation: str | None = None,
     ) -> Any:
         """The backward pass alone, from outputs and residuals that the caller has: for instance of a larger problem
@@ -170,7 +172,7 @@ class Op(Generic[S]):
             )
         return execute.backward(plan, sharding.match_varying((operands, outputs, residuals, cotangents)))
 
-    def split(self, spec: Any, backward: bool) -> str:
+    def split(self, spec: object, backward: bool) -> str:
         """The words of the dims that may be split over mesh axes."""
         return self._split if isinstance(self._split, str) else self._split(spec, backward)
 
@@ -199,7 +201,7 @@ class Op(Generic[S]):
         kind = type(spec.operands)
         return frozenset(name for name, text in zip(kind._fields, spec.dims(kind)) if dims.parse(text)[0].shareable)
 
-    def plan(self, spec: S, *, config: Any = None, implementation: str | None = None) -> CallPlan:
+    def plan(self, spec: S, *, config: object = None, implementation: str | None = None) -> CallPlan:
         """Chooses an implementation for every platform.
 
         Raises:
@@ -235,7 +237,7 @@ class Op(Generic[S]):
             f"instance by jax.device_put({second}, {first}.sharding)."
         )
 
-    def choose(self, spec: S, target: Target, *, config: Any = None, implementation: str | None = None) -> Choice:
+    def choose(self, spec: S, target: Target, *, config: object = None, implementation: str | None = None) -> Choice:
         """What runs on `target`: for arrays that bring their device with them, as torch's do.
 
         Raises:
@@ -249,7 +251,7 @@ class Op(Generic[S]):
             return self._by_name(spec, target, implementation, config, ambient)
         return self._first(spec, target, config, ambient)
 
-    def _first(self, spec: S, target: Target, config: Any, ambient: KernelConfig, anywhere: bool = False) -> Choice:
+    def _first(self, spec: S, target: Target, config: object, ambient: KernelConfig, anywhere: bool = False) -> Choice:
         """The first implementation that serves `spec` on `target`; with `anywhere`, of those that are for every
         platform.
         """
@@ -270,7 +272,7 @@ class Op(Generic[S]):
         )
         raise UnsupportedError(f"{self.name}: no kernel serves torch tensors on a GPU here: {reasons}")
 
-    def _by_name(self, spec: S, target: Target, name: str, config: Any, ambient: KernelConfig) -> Choice:
+    def _by_name(self, spec: S, target: Target, name: str, config: object, ambient: KernelConfig) -> Choice:
         """The implementation called `name`."""
         chosen = self._named(name)
         if not chosen.is_for(target):
@@ -315,7 +317,7 @@ class Op(Generic[S]):
             "choose."
         )
 
-    def _check_config(self, config: Any) -> None:
+    def _check_config(self, config: object) -> None:
         types = tuple(impl.config_type for impl in self.implementations if impl.config_type is not None)
         if config is not None and not isinstance(config, (int, *types)):
             names = ", ".join(sorted({t.__name__ for t in types}))
@@ -325,7 +327,7 @@ class Op(Generic[S]):
         if isinstance(config, int):
             check_block_size(f"{self.name}: `config`", config)
 
-    def _config(self, impl: Implementation[S], spec: S, config: Any, target: Target, ambient: KernelConfig) -> Any:
+    def _config(self, impl: Implementation[S], spec: S, config: object, target: Target, ambient: KernelConfig) -> Any:
         if impl.heuristic is None or impl.config_type is None:
             return None
         if isinstance(config, impl.config_type):
@@ -365,7 +367,7 @@ def _platforms(implementations: tuple[Implementation, ...]) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _heuristic(impl: Implementation, spec: Any, target: Target) -> Any:
+def _heuristic(impl: Implementation, spec: object, target: Target) -> Any:
     """The config of an implementation's heuristic, found once: a search of tiles takes longer than a small call."""
     assert impl.heuristic is not None
     return impl.heuristic(spec, target)

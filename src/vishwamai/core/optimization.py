@@ -43,11 +43,11 @@ class Setting:
         """Whether other means than a setting's value apply it: `Optimization.kernels`, `Optimization.over`."""
         return self.name == "mesh" or self.name.startswith("KernelConfig")
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: object) -> Any:
         """The setting for a value of the key; what is neither true nor false is the setting's own value."""
         return (self.on if value else self.off) if isinstance(value, bool) else value
 
-    def agrees(self, value: Any, setting: object) -> bool:
+    def agrees(self, value: object, setting: object) -> bool:
         """Whether a setting that the user gave agrees with a value of the key."""
         if value is False and not self.exclusive:
             return setting != self.on
@@ -332,7 +332,7 @@ def explain_optimization(
     return OptimizationReport(purpose, tuple(map(effect, dataclasses.fields(keys))))
 
 
-def _formatted(value: Any) -> str:
+def _formatted(value: object) -> str:
     """A value as YAML and the command line write it."""
     if isinstance(value, bool):
         return str(value).lower()

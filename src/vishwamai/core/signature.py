@@ -158,7 +158,7 @@ class Signature:
         self._op_texts = op_texts or dims.declared(type(operands))
         self.split = split
 
-    def outputs(self, spec: Any) -> PyTree:
+    def outputs(self, spec: object) -> PyTree:
         """The dims of the results of a call; `spec` is the op's spec, or has its `operands` and options."""
         return self._outputs(spec)
 
@@ -226,7 +226,7 @@ class Signature:
                 return tuple(x.shape[: len(x.shape) - len(words) + 1])
         raise AssertionError("no operand has any number of axes")
 
-    def axes(self, spec: Any, arrays: PyTree, split: str) -> Axes:
+    def axes(self, spec: object, arrays: PyTree, split: str) -> Axes:
         """The factors of the caller's arrays and results."""
         operand_factors = type(arrays)(
             *(None if x is None else dims.factors(text, len(x.shape)) for x, text in zip(arrays, self.operands))
@@ -245,7 +245,7 @@ def public_call(
     spec: Any,
     arrays: PyTree,
     *,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
     pack: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:

@@ -163,7 +163,7 @@ class OpSpec:
             self, operands=type(self.operands)(*(None if x is None else array_spec(x) for x in operands))
         )
 
-    def dims(self, kind: Any) -> Any:
+    def dims(self, kind: object) -> Any:
         """The dims of every field of a named-tuple type of the op, as texts of `core.dims`; an option that changes a
         layout overrides it.
         """

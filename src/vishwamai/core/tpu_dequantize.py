@@ -34,7 +34,7 @@ class Operand:
       granule: rows of a tile whose scales fill whole tiles of memory.
     """
 
-    dtype: Any
+    dtype: DTypeLike
     size: int = 0
     k_axis: int = 0
     direct: bool = False

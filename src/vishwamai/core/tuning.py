@@ -151,7 +151,7 @@ def trial(op: str, implementation: str, key: str, config: object) -> Iterator[No
         _GENERATION[0] += 1
 
 
-def key_of(spec: Any, platform: str) -> str | None:
+def key_of(spec: object, platform: str) -> str | None:
     """What a spec is looked up by on a platform: on a GPU its `gpu_tuning_key()` comes before its `tuning_key()`; None
     if it has neither.
     """
@@ -175,7 +175,7 @@ def as_config(op: str, chip: str, key: str, entry: Mapping[str, Any], config_typ
         ) from error
 
 
-def lookup(op: str, implementation: str, target: Target, spec: Any, config_type: type) -> Any | None:
+def lookup(op: str, implementation: str, target: Target, spec: object, config_type: type) -> Any | None:
     """The tuned config for a spec on a target, or None where no table has it.
 
     A spec takes part by a method `tuning_key() -> str`; one without it is never looked up. On GPUs, whose kernels serve

@@ -51,7 +51,7 @@ class Embedder:
 
     def __init__(
         self,
-        forward: Callable[..., Any],
+        forward: Callable[..., object],
         encode: Callable[[Sequence[str]], list[list[int]]] | None,
         max_tokens: int,
         vocab: int,

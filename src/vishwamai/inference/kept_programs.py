@@ -78,7 +78,7 @@ def writable(lowered: Any) -> Any:
         jax_cache.turn(on=True)
 
 
-def write_program(path: Path, program: Any, arguments: tuple[Any, ...]) -> bool:
+def write_program(path: Path, program: object, arguments: tuple[Any, ...]) -> bool:
     """Writes a program that `writable` compiled for these arguments; False where it cannot be written.
 
     Raises:
@@ -93,7 +93,7 @@ def write_program(path: Path, program: Any, arguments: tuple[Any, ...]) -> bool:
     return True
 
 
-def read_program(path: Path, arguments: tuple[Any, ...], place: Any) -> Any:
+def read_program(path: Path, arguments: tuple[Any, ...], place: object) -> Any:
     """The program of a file, for its device or its mesh.
 
     Raises:
@@ -179,7 +179,7 @@ def _tree(value: Any, parts: list[Any]) -> Any:
     return _TUPLES[kind](*children) if kind in _TUPLES else {"tuple": tuple, "list": list}[kind](children)
 
 
-def _path(function: Any, arguments: tuple[Any, ...]) -> Path | None:
+def _path(function: object, arguments: tuple[Any, ...]) -> Path | None:
     """Where the program is kept; None where it is not to be."""
     root = jax_cache.directory()
     if not root or "://" in root or platform_of(arguments) != "cpu" or len(devices_of(arguments)) != 1:

@@ -200,7 +200,7 @@ class ProgramSet:
     def __call__(
         self,
         name: str,
-        function: Any,
+        function: object,
         arguments: tuple[Any, ...],
         on_read: Callable[[], None],
         mesh: Mesh | None = None,
@@ -289,7 +289,7 @@ def write_set(
     return tuple(entries)
 
 
-def target_programs(load: Load, on_program: Callable[[int, int, str], None] | None, store: Any) -> Programs:
+def target_programs(load: Load, on_program: Callable[[int, int, str], None] | None, store: object) -> Programs:
     """Compiles the programs of a load for its target, with shapes in place of arrays; reads headers only.
 
     Raises:

@@ -22,6 +22,7 @@ from jax import lax
 
 from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.types import PyTree
 from vishwamai.inference.logits import argmax, penalized, shaped
 
 if TYPE_CHECKING:
@@ -256,11 +257,11 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array, proposals:
     return _by_row(sampled, logits, rows, allowed)
 
 
-def _by_row(function: Callable[[Array, Rows, Array], object], logits: Array, rows: Rows, allowed: Array) -> Any:
+def _by_row(function: Callable[[Array, Rows, Array], object], logits: Array, rows: Rows, allowed: Array) -> PyTree:
     """What a function of rows computes: of one after another on a CPU, of all at once elsewhere."""
 
     def in_turn(*arrays: object) -> Any:
-        def single(row: Any) -> Any:
+        def single(row: object) -> Any:
             return jax.tree.map(lambda x: x[0], function(*jax.tree.map(lambda x: x[None], row)))
 
         return lax.map(single, arrays)

@@ -165,7 +165,7 @@ def place_pool(config: ModelConfig, pool: Any, mesh: Mesh | None) -> Any:
     return put(pool, sharding)
 
 
-def put(tree: Any, sharding: Any) -> Any:
+def put(tree: object, sharding: object) -> Any:
     """Arrays with a sharding; a shape stays one."""
     return jax.tree.map(
         lambda x: x.update(sharding=sharding) if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, sharding),
@@ -191,12 +191,12 @@ def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, None, heads))
 
 
-def replicated(tree: Any, mesh: Mesh | None) -> Any:
+def replicated(tree: object, mesh: Mesh | None) -> Any:
     """Arrays whole on each device of the mesh."""
     return tree if mesh is None else put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
-def gathered(x: Any, mesh: Mesh | None) -> Any:
+def gathered(x: object, mesh: Mesh | None) -> Any:
     """In a program: `x` whole on each device of the mesh."""
     return x if mesh is None else jax.sharding.reshard(x, NamedSharding(mesh.abstract_mesh, PartitionSpec()))
 

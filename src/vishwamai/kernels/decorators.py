@@ -262,7 +262,7 @@ class Kernel:
 
 
 def _wrapped(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     platform: str,
     overrides: dict[str, Any],
     config: KernelConfig | None,
@@ -299,7 +299,7 @@ def translated(name: str, error: Exception) -> VishwamaiError:
 
 def decorator(
     platform: str,
-    function: Callable[..., Any] | None,
+    function: Callable[..., object] | None,
     config: KernelConfig | None,
     overrides: dict[str, Any],
     **extra: Any,

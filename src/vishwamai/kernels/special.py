@@ -94,7 +94,7 @@ def expert_kernel(
     return _decorate(function, platform, config, options, extra, {"num_experts": num_experts})
 
 
-def _verify_groups(num_experts: int, program: Callable[..., Any], arrays: tuple[Any, ...]) -> None:
+def _verify_groups(num_experts: int, program: Callable[..., object], arrays: tuple[Any, ...]) -> None:
     for plan in record_plans(program, *arrays):
         groups = plan.spec.groups if isinstance(plan.spec, GroupedSpec) else None
         share = groups is not None and jax.device_count() > 1 and num_experts % groups == 0

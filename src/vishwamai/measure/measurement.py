@@ -41,7 +41,7 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def measure(program: Callable[..., Any], *arguments: object, repeats: int = 5) -> Measured:
+def measure(program: Callable[..., object], *arguments: object, repeats: int = 5) -> Measured:
     """Compiles `program(*arguments)` and times it: one run to warm up, then the median of `repeats`, each waited for.
 
     >>> import jax.numpy as jnp

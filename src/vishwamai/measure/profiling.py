@@ -81,7 +81,7 @@ def active() -> Profile | None:
 
 
 def run_kernel(
-    profile: Profile, kernel: Any, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    profile: Profile, kernel: object, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Any:
     """Times a decorated kernel whole, then once more taken apart into its operations; returns the result of the whole
     one.

@@ -36,7 +36,7 @@ def linear(
     return vishwamai.gemm(x, in_dtype(weight, x.dtype), **options)
 
 
-def in_dtype(weight: Any, dtype: Any) -> Any:
+def in_dtype(weight: Any, dtype: DTypeLike) -> Any:
     """A plain weight in a dtype; another as it is."""
     return weight.astype(dtype) if isinstance(weight, jax.Array) else weight
 

@@ -46,7 +46,7 @@ class ChatTemplate:
         """Whether the model sees the tools that a request offers."""
         return forms.reads_tools(self.program(tools=True))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, object]) -> str:
         """The prompt; arguments and errors are those of `rendering`."""
         return self.rendering(messages, values).text
 

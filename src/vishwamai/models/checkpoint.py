@@ -360,7 +360,7 @@ Readable = Stored | Computed | Decoded
 
 def _slice(
     parameter: Parameter, where: Piece, stored: list[Readable], slices: tuple[slice, ...], dtype: DTypeLike
-) -> Any:
+) -> np.ndarray:
     inner = where.index(slices[1:] if where.stacked else slices, parameter.shape)
 
     def read(tensor: Readable) -> np.ndarray:

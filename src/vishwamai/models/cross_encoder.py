@@ -44,7 +44,7 @@ class Head(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "pooling", "sigmoid"))
 def _judged(
-    parameters: Any,
+    parameters: object,
     head: Head,
     tokens: jax.Array | np.ndarray,
     mask: jax.Array | np.ndarray,

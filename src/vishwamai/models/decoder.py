@@ -216,7 +216,7 @@ class Decoder(nnx.Module):
         ids: jax.Array,
         tokens: Rows | Step,
         pools: tuple[Any, ...] | None,
-        wrap: Callable[..., Any],
+        wrap: Callable[..., object],
         token_mask: jax.Array | None = None,
     ) -> tuple[Any, Any, tuple[ExpertLoad | None, ...]]:
         (carry, inputs), states, start = self.first_carry(ids, tokens, pools), [], 0
@@ -305,7 +305,7 @@ def run_segment(
 def _random(config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> Make:
     """Parameters as transformers starts them: normal weights, norms that do nothing, no biases."""
 
-    def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
+    def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> jax.Array:
         shape = parameter.shape if layers is None or len(layers) == 1 else (len(layers), *parameter.shape)
         if parameter.start == "log_uniform":
             rates = jax.random.uniform(rngs.params(), shape, jnp.float32, 0.01, 16.0)

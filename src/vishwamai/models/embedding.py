@@ -33,7 +33,7 @@ _STEP = 16
 
 @functools.partial(jax.jit, static_argnames=("config", "pooling", "operations"))
 def _embed(
-    parameters: Any, head: Any, tokens: jax.Array, mask: jax.Array, *, config: Any, pooling: Any, operations: Any
+    parameters: object, head: Any, tokens: jax.Array, mask: jax.Array, *, config: Any, pooling: Any, operations: object
 ) -> Any:
     vectors = pooling(config.encode(parameters, tokens, mask, None, operations), mask)
     for module in head:

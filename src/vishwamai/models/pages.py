@@ -107,7 +107,7 @@ def states_of(pool: Any) -> dict[str, Any] | None:
     return pool if isinstance(pool, dict) else None
 
 
-def with_pages(pool: Any, pages: Any) -> Any:
+def with_pages(pool: object, pages: object) -> Any:
     """A layer's pool with `pages` in place of its own; one of states alone as it is."""
     if isinstance(pool, MixedPool):
         return dataclasses.replace(pool, pages=pages)

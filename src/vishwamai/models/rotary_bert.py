@@ -234,7 +234,7 @@ class RotaryBertConfig:
         rest = {name.removeprefix("roberta."): pair for name, pair in matrices.items()}
         rest = {name: pair for name, pair in rest.items() if not name.startswith("pooler.")}  # which is not computed
 
-        def extended(base: Any, names: Sequence[str]) -> Any:
+        def extended(base: object, names: Sequence[str]) -> Any:
             pairs = [rest.pop(name, None) for name in names]
             if not any(pairs):
                 return base

@@ -42,7 +42,7 @@ class Rendering:
     spans: tuple[tuple[int, int], ...] = ()
 
 
-def render(template: str, source: str, values: Mapping[str, Any]) -> Rendering:
+def render(template: str, source: str, values: Mapping[str, object]) -> Rendering:
     """Renders a template.
 
     Args:

@@ -92,7 +92,7 @@ def _talks(eqn: Any) -> bool:
     )
 
 
-def _programs(value: Any) -> Iterator[Jaxpr]:
+def _programs(value: object) -> Iterator[Jaxpr]:
     for entry in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(entry, (Jaxpr, ClosedJaxpr)):
             yield entry.jaxpr if isinstance(entry, ClosedJaxpr) else entry

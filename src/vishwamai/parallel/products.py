@@ -51,7 +51,7 @@ def all_gather_gemm(
     out_dtype: Any = None,
     overlap: bool | None = None,
     links: AxisLinks | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch all_rows columns"]:
     """`gemm` of the rows of all devices of the mesh axis `axis`; for use inside `shard_map`.
@@ -128,7 +128,7 @@ def gemm_reduce_scatter(
     out_dtype: Any = None,
     overlap: bool | None = None,
     links: AxisLinks | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch rows columns"]:
     """This device's rows of the sum over the mesh axis `axis` of all devices' `x @ w`, with `gemm`'s epilogue after the
@@ -199,7 +199,7 @@ def all_gather_gated_linear_unit(
     precision: str | PrecisionConfig | jax.lax.Precision | None = None,
     overlap: bool | None = None,
     links: AxisLinks | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch all_rows hidden"]:
     """`gated_linear_unit` of the rows of all devices of the mesh axis `axis`; for use inside `shard_map`.

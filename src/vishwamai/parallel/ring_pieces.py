@@ -40,7 +40,7 @@ class RingPieces:
         """
         return self.size // 2, (self.size - 1) // 2
 
-    def shift(self, x: Any, way: int) -> Any:
+    def shift(self, x: object, way: int) -> Any:
         """What the device `way` places before this one has."""
         pairs = [(i, (i + way) % self.size) for i in range(self.size)]
         return jax.lax.ppermute(x, self.axis, pairs)

@@ -74,7 +74,7 @@ class _Known(NamedTuple):
     sequences: Tensor | None = None  # [batch, kv_length], the number of each key's sequence
 
 
-def _recognised(function: Callable[..., Any]) -> _Known | None:
+def _recognised(function: Callable[..., object]) -> _Known | None:
     """What a mask function says, or None where it is not one of those."""
     kind = _kind(function)
     if kind == "causal":

@@ -65,7 +65,7 @@ class _Walk:
         self.undo: list[Callable[[], None]] = []
         self.inside: set[int] = set()  # modules that a swapped one computes
 
-    def swap(self, module: nn.Module, forward: Callable[..., Any], operation: str) -> None:
+    def swap(self, module: nn.Module, forward: Callable[..., object], operation: str) -> None:
         module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
         self.undo.append(lambda: delattr(module, "forward"))
         self.swapped[type(module).__name__, operation] += 1

@@ -77,7 +77,7 @@ class TPUProfiler:
         self,
         target: str | None = None,
         trace_directory: str | os.PathLike[str] | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         seed: int = 0,
     ):
         if target is not None and Target.parse_tpu(target).topology is not None:
@@ -236,7 +236,7 @@ def _not_taken(error: Exception) -> ShapeError:
     return ShapeError(f"{_NAME}: `model` does not take inputs of `input_shape`: {text}")
 
 
-def _subject(model: Any, input_shape: Any, dtype: np.dtype[Any] | None, seed: int) -> _Subject:
+def _subject(model: Any, input_shape: object, dtype: np.dtype[Any] | None, seed: int) -> _Subject:
     linen = sys.modules.get("flax.linen")
     if linen is not None and isinstance(model, linen.Module):
         inputs = _inputs(input_shape, dtype or np.dtype(np.float32))

@@ -126,7 +126,7 @@ def trace_serving(
     batch = PagedBatch(*_tables(serving, rows, new, context), max_q_len=new)
 
     def serving_step(
-        variables: PyTree, pages: PyTree, history: Any, tokens: Any, seeds: Any, batch: PagedBatch
+        variables: PyTree, pages: PyTree, history: Any, tokens: object, seeds: object, batch: PagedBatch
     ) -> tuple[Any, ...]:
         slots = jnp.arange(rows, dtype=jnp.int32)
         tables = {window: ring_table(slots, ring, batch.page_table.shape[1]) for window, ring in serving.rings.items()}

@@ -302,7 +302,7 @@ def _attend(tensors: Operands, options: OperatorOptions, return_lse: bool) -> Py
 
 
 @constant_result
-def _text(block_mask: Any, block_size: Any, heads: int, q_len: int, kv_len: int) -> str | None:
+def _text(block_mask: object, block_size: object, heads: int, q_len: int, kv_len: int) -> str | None:
     blocks = check_blocks(block_mask, block_size, heads, q_len, kv_len)
     return None if blocks is None else blocks.to_text()
 

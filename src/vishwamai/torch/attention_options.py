@@ -132,7 +132,7 @@ def mask_of(blocks: str | None) -> BlockMask | None:
 
 def planned(spec: AttentionSpec, tensor: Tensor, options: OperatorOptions) -> CallPlan:
     """What runs, by the caller's options or else the ambient ones."""
-    config: Any = options.block_size
+    config: object = options.block_size
     if len(options.config):
         fields: Any = [bool(n) if f.type == "bool" else n for n, f in zip(options.config, _CONFIG, strict=True)]
         config = AttentionGpuConfig(*fields)

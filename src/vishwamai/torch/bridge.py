@@ -58,13 +58,15 @@ def platform_of(tensor: Tensor) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _choose(
-    op: Op, spec: Any, target: Target, config: Any, implementation: str | None, ambient: Any, generation: int
+    op: Op, spec: object, target: Target, config: object, implementation: str | None, ambient: Any, generation: int
 ) -> CallPlan:
     del ambient, generation  # only parts of the key: the config in force, and what the tables hold
     return CallPlan(op, spec, (op.choose(spec, target, config=config, implementation=implementation),))
 
 
-def choose(op: Op, spec: Any, tensor: Tensor, *, config: Any = None, implementation: str | None = None) -> CallPlan:
+def choose(
+    op: Op, spec: object, tensor: Tensor, *, config: object = None, implementation: str | None = None
+) -> CallPlan:
     """The plan of a call on tensors on the device of `tensor`; it has one choice.
 
     Raises:
@@ -167,10 +169,10 @@ def forward(plan: CallPlan, operands: Any, residuals: bool = False, *how: Any) -
 
 def backward(
     plan: CallPlan,
-    operands: Any,
-    outputs: Any,
+    operands: object,
+    outputs: object,
     residuals: AnyArray,
-    cotangents: Any,
+    cotangents: object,
     unwanted: Iterable[str] = (),
     *how: Any,
 ) -> Any:
@@ -204,12 +206,12 @@ def _pass(plan: CallPlan, direction: str, run: Callable[[], object], arguments: 
 
 
 @functools.lru_cache(maxsize=1024)
-def _cpu_forward(choice: Choice, spec: Any, residuals: bool) -> Callable[..., Any]:
+def _cpu_forward(choice: Choice, spec: object, residuals: bool) -> Callable[..., Any]:
     return jax.jit(lambda operands: choice.implementation.forward(spec, choice.config, operands, residuals))
 
 
 @functools.lru_cache(maxsize=1024)
-def _cpu_backward(choice: Choice, spec: Any, unwanted: frozenset[str]) -> Callable[..., Any]:
+def _cpu_backward(choice: Choice, spec: object, unwanted: frozenset[str]) -> Callable[..., Any]:
     def run(*arguments: PyTree) -> Any:
         gradients = choice.implementation.backward(spec, choice.config, *arguments)
         return gradients._replace(**dict.fromkeys(unwanted)) if unwanted else gradients

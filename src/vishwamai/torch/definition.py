@@ -18,7 +18,7 @@ from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.torch import bridge
 
 
-def outputs_tangent(op: Op[Any], spec: Any, operands: PyTree, directions: Any) -> Any:
+def outputs_tangent(op: Op[Any], spec: object, operands: PyTree, directions: object) -> Any:
     """The tangents of the outputs.
 
     Args:
@@ -31,7 +31,7 @@ def outputs_tangent(op: Op[Any], spec: Any, operands: PyTree, directions: Any) -
 
 
 def gradients_tangent(
-    op: Op[Any], spec: Any, operands: PyTree, directions: Any, cotangents: PyTree, cotangent_directions: Any
+    op: Op[Any], spec: object, operands: PyTree, directions: object, cotangents: PyTree, cotangent_directions: object
 ) -> Any:
     """The tangents of the operands' gradients; the arguments are those of `outputs_tangent`, and the cotangents of the
     outputs with their tangents, None for those that are zero.
@@ -39,14 +39,14 @@ def gradients_tangent(
     return _computed(_gradients_tangent(op, spec), operands, directions, cotangents, cotangent_directions)
 
 
-def _computed(function: Callable[..., Any], operands: PyTree, *more: object) -> Any:
+def _computed(function: Callable[..., object], operands: PyTree, *more: object) -> Any:
     """The function's results on the device of the operands."""
     device = operands[0].device
     results = bridge.on_cpu(function, *jax.tree.map(Tensor.cpu, (operands, *more)))
     return results if device.type == "cpu" else jax.tree.map(lambda y: y.to(device), results)
 
 
-def _definition(op: Op[Any], spec: Any) -> Callable[[Any], Any]:
+def _definition(op: Op[Any], spec: object) -> Callable[[Any], Any]:
     last = op.implementations[-1]
     config = op.choose(spec, bridge.cpu_target(), implementation=last.name).config
     return lambda operands: last.forward(spec, config, operands, False)[0]
@@ -62,7 +62,7 @@ def _merged(operands: PyTree, moving: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _outputs_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
+def _outputs_tangent(op: Op[Any], spec: object) -> Callable[..., Any]:
     run = _definition(op, spec)
 
     def tangent(operands: object, directions: object) -> Any:
@@ -73,7 +73,7 @@ def _outputs_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _gradients_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
+def _gradients_tangent(op: Op[Any], spec: object) -> Callable[..., Any]:
     run = _definition(op, spec)
     backward = autodiff_backward(lambda operands: (run(operands), None))
 
@@ -85,7 +85,7 @@ def _gradients_tangent(op: Op[Any], spec: Any) -> Callable[..., Any]:
         outputs = jax.eval_shape(run, operands)
         cotangents, cotangent_directions = filled(cotangents, outputs), filled(cotangent_directions, outputs)
 
-        def gradients(moving: Any, cotangents: PyTree) -> Any:
+        def gradients(moving: object, cotangents: PyTree) -> Any:
             return backward(spec, None, _merged(operands, moving), cotangents)
 
         primals = _moving(operands, directions), cotangents

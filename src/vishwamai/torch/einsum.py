@@ -20,7 +20,7 @@ constant_result(best_layout)  # torch.compile would trace how it searches
 
 
 @constant_result
-def _steps(equation: str, shapes: tuple[tuple[int, ...], ...], optimize: Any) -> list[tuple[tuple[int, ...], str]]:
+def _steps(equation: str, shapes: tuple[tuple[int, ...], ...], optimize: object) -> list[tuple[tuple[int, ...], str]]:
     return plan_steps(equation, [SimpleNamespace(shape=shape) for shape in shapes], optimize)
 
 

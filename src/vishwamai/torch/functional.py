@@ -77,7 +77,7 @@ class Functions:
         results_tangents = results_tangents if isinstance(results_tangents, tuple) else (results_tangents,)
         return returned([*results_tangents, *[None] * (results - len(results_tangents))])
 
-    def _vmap(self, info: Any, in_dims: Sequence[object], *arguments: object) -> Any:
+    def _vmap(self, info: object, in_dims: Sequence[object], *arguments: object) -> Any:
         of = self._of
         roles = None if of.one_by_one else of._roles
         return batching.mapped(self.forward.apply, roles, self._count, info, in_dims, arguments)
@@ -98,7 +98,7 @@ class Functions:
         directions = [None if t is None or not t.is_floating_point() else t for t in directions]
         return self._backward_tangents_op(*ctx.saved_tensors, *directions, *ctx.rest)
 
-    def _vmap_backward(self, info: Any, in_dims: Sequence[object], *arguments: object) -> Any:
+    def _vmap_backward(self, info: object, in_dims: Sequence[object], *arguments: object) -> Any:
         of, count = self._of, len(arguments) - self._count
         if not only_computes(()):  # another transform is around this one, and differentiates the operands
             return batching.mapped(self._of_backward.apply, None, 0, info, in_dims, arguments)
@@ -145,7 +145,7 @@ class Functions:
         return self._registered("backward_tangents", tensors, rest, len(of.gradients), run, fake)
 
     def _registered(
-        self, name: str, tensors: list[str], rest: list[str], results: int, run: Callable[..., Any], fake: Any
+        self, name: str, tensors: list[str], rest: list[str], results: int, run: Callable[..., object], fake: object
     ) -> Any:
         of = self._of
         op = of._custom_op(f"{of.name}_{name}", run, of._schema([*tensors, *rest], results), fake)
@@ -160,7 +160,7 @@ class Functions:
                 "forward over reverse (torch.func.hessian)."
             )
 
-        def vmap(info: Any, in_dims: Sequence[object], *arguments: object) -> Any:
+        def vmap(info: object, in_dims: Sequence[object], *arguments: object) -> Any:
             return batching.mapped(function.apply, None, 0, info, in_dims, arguments)
 
         function = _function(op._name, forward, lambda ctx, inputs, output: None, no_derivative, no_derivative, vmap)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,12 @@ from vishwamai.core import gpu, triton_private
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.triton_launch import KernelParameters, compiler_options, constants_of
 
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 @functools.cache
-def torch_dtype(dtype: Any) -> torch.dtype:
+def torch_dtype(dtype: DTypeLike) -> torch.dtype:
     """torch's dtype of the same name as NumPy's or JAX's."""
     return getattr(torch, "bool" if str(dtype) == "bool" else str(dtype))
 

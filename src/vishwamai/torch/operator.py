@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ from vishwamai.torch.functional import Functions
 from vishwamai.torch.launch import torch_dtype
 from vishwamai.torch.operator_rules import Declared, returned
 from vishwamai.torch.torch_private import is_transformed, only_computes
+
+if TYPE_CHECKING:
+    import numpy as np
+
 
 _TYPES: dict[object, str] = {
     str: "str",
@@ -72,7 +76,7 @@ class TorchOperator(Declared):
         return f"({', '.join(arguments)}) -> {returns}"
 
     @staticmethod
-    def _custom_op(name: str, function: Callable[..., object], schema: str, fake: Callable[..., Any]) -> Any:
+    def _custom_op(name: str, function: Callable[..., object], schema: str, fake: Callable[..., object]) -> Any:
         # The schema is given, so the function need not have its signature.
         op: Any = torch.library.custom_op(f"vishwamai::{name}", function, mutates_args=(), schema=schema)
         op.register_fake(fake)
@@ -100,7 +104,7 @@ class TorchOperator(Declared):
         gradient, setup = bridge.with_the_calls_config(self._gradient, self._setup)
         self._forward_op.register_autograd(gradient, setup_context=setup)
 
-        def forward(ctx: Any, *arguments: PyTree) -> PyTree:
+        def forward(ctx: object, *arguments: PyTree) -> PyTree:
             results = self._forward(*arguments)
             setup(ctx, arguments, results)
             return results
@@ -149,7 +153,7 @@ class TorchOperator(Declared):
         op_shapes = [None if text is None else op_shape(text, of_op, tuple(shape)) for text, of_op, shape in results]
         return _Prepared(spec, laid, shapes, op_shapes)
 
-    def _prepared(self, tensors: Any, options: Sequence[Any]) -> _Prepared:
+    def _prepared(self, tensors: Any, options: Sequence[object]) -> _Prepared:
         shapes_and_dtypes = tuple([None if x is None else (x.shape, x.dtype) for x in tensors])
         return self._cached(shapes_and_dtypes, _hashable(options))
 
@@ -271,7 +275,7 @@ class TorchOperator(Declared):
         gradients = bridge.backward(plan, operands, self.outputs(*outs), residual_values, self.outputs(*d))
         return self._backward_results(self.unpack(spec, gradients, tensors), tensors, unwanted)
 
-    def _outputs_tangent(self, tensors: Any, tangents: PyTree, options: Sequence[Any]) -> Any:
+    def _outputs_tangent(self, tensors: Any, tangents: PyTree, options: Sequence[object]) -> Any:
         """The tangents of the outputs, empty for those that there are not."""
         if self.tangents is not None:
             return returned(list(self.tangents(tensors, tangents, options)))
@@ -288,7 +292,13 @@ class TorchOperator(Declared):
         return type(packed)(*(None if t is None else p for p, t in zip(packed, tangents, strict=True)))
 
     def _gradients_tangent(
-        self, d: Any, d_tangents: Any, tensors: Any, tangents: PyTree, options: Sequence[Any], unwanted: set[str]
+        self,
+        d: object,
+        d_tangents: object,
+        tensors: object,
+        tangents: PyTree,
+        options: Sequence[object],
+        unwanted: set[str],
     ) -> Any:
         """The tangents of what the backward operator returns, for tangents of the outputs' cotangents and of the
         operands.
@@ -308,7 +318,7 @@ class TorchOperator(Declared):
         )
         return self._backward_results(self.unpack(prepared.spec, directional, tensors), tensors, unwanted)
 
-    def _backward_results(self, gradients: Any, tensors: Any, unwanted: set[str]) -> PyTree:
+    def _backward_results(self, gradients: object, tensors: Any, unwanted: set[str]) -> PyTree:
         """The results of the backward operator, empty for those that there are not."""
 
         def like(name: str) -> Tensor:
@@ -325,5 +335,5 @@ def _hashable(options: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _jax_dtype(dtype: torch.dtype) -> Any:
+def _jax_dtype(dtype: torch.dtype) -> np.dtype:
     return array_spec(torch.empty(0, dtype=dtype)).dtype

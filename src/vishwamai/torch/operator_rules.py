@@ -183,7 +183,7 @@ class Declared:
         empties = [first.new_empty(0) if x is None or not x.is_floating_point() else x.new_empty(x.shape) for x in like]
         return returned(empties)
 
-    def _roles(self, arguments: Sequence[Any]) -> batching.Roles:
+    def _roles(self, arguments: Sequence[object]) -> batching.Roles:
         call = self._call(arguments)
         results = self._result_texts(call, self._keep(arguments))
         return batching.Roles(call, self._signature(call).operands, results)
@@ -201,7 +201,7 @@ class Declared:
         positions = [None if a else self._backward_fields.index(n) for n, a in zip(like, absent, strict=True)]
         return batching.Roles(call, texts, [None if i is None else texts[i] for i in positions], positions)
 
-    def _rule(self, backward: bool, call: Any) -> sharding.Rule:
+    def _rule(self, backward: bool, call: object) -> sharding.Rule:
         """What DTensor may split in a call of the forward or the backward operator, whose arguments `call` has."""
         if backward:
             names, roles_of = (

@@ -33,7 +33,7 @@ class QTensor(qtensor.QTensor):
     def dtype(self) -> Any:
         return self.values.dtype
 
-    def dequantize(self, dtype: Any = None) -> AnyArray:
+    def dequantize(self, dtype: object = None) -> AnyArray:
         """`values * scales`, rounded once to `dtype`."""
         scales = self.scales
         if scales.dtype == torch.uint8:  # the bits of e8m0
@@ -128,8 +128,8 @@ def _checked_options(
     shape: tuple[int, ...],
     dtype: str,
     name: str,
-    axis: Any,
-    block_size: Any,
+    axis: object,
+    block_size: object,
     scale: str,
     percentile: float,
     rounding: str,

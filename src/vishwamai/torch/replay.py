@@ -169,7 +169,7 @@ _PROGRAMS: dict[Any, _Program | None | bool] = {}
 """By kind of call, `MOST` at once: False after the first, None where it cannot be repeated."""
 
 
-def repeatable(of: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+def repeatable(of: object, function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)`, which launches kernels on the tensors in the nested tuples of `arguments`.
 
     Args:

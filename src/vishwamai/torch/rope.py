@@ -57,7 +57,7 @@ _rope = TorchOperator(
 
 
 @constant_result
-def _checked(name: str, head_dim: int, theta: float, scaling: Any, rotary_dim: int | None) -> tuple[Any, ...]:
+def _checked(name: str, head_dim: int, theta: float, scaling: object, rotary_dim: int | None) -> tuple[Any, ...]:
     """(rotary_dim, theta, the length from which frequencies change, the factor on cos and sin, the coordinate of each
     pair under `MRopeScaling`, the factor of `NtkScaling`).
     """

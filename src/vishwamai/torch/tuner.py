@@ -109,7 +109,7 @@ class _Trial(NamedTuple):
 class _Search:
     """The search for one kernel in a function."""
 
-    def __init__(self, kernel: tuple[str, str, str], run: Callable[[], Any], timer: Timer, budget: int):
+    def __init__(self, kernel: tuple[str, str, str], run: Callable[[], object], timer: Timer, budget: int):
         self.kernel, self.run, self.timer, self.budget = kernel, run, timer, max(1, budget)
         self.rejected: list[str] = []
         self.trials = 0

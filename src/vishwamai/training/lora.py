@@ -40,8 +40,8 @@ class Adapted:
     """
 
     weight: Any
-    down: Any
-    up: Any
+    down: jax.Array
+    up: jax.Array
     scale: float
 
     def merge(self) -> Any:
@@ -113,7 +113,7 @@ def takes_adapter(name: str, axes: int) -> bool:
     return axes >= 2 and not is_bias(name)
 
 
-def attach(section: LoraSection, params: PyTree, adapters: dict[str, dict[str, object]]) -> PyTree:
+def attach(section: LoraSection, params: PyTree, adapters: dict[str, dict[str, jax.Array]]) -> PyTree:
     """The parameters with an `Adapted` in place of each adapted weight."""
     scale = section.alpha / section.rank
 

@@ -136,7 +136,7 @@ def groups(section: OptimizerSection, params: PyTree, ranks: Mapping[str, int] |
                 f"{', '.join(path_list[:12])}{', ...' if len(path_list) > 12 else ''}."
             )
 
-    def of(name: str, leaf: Any) -> tuple[float, float]:
+    def of(name: str, leaf: object) -> tuple[float, float]:
         base_decay = section.weight_decay if _rank(name, leaf, ranks) >= 2 else 0.0
         for group in section.groups:
             if re.search(group.pattern, name):
@@ -198,7 +198,7 @@ def _matrices(ranks: Mapping[str, int] | None, params: PyTree) -> PyTree:
 def _grouped(decay: PyTree, factor: PyTree) -> optax.GradientTransformation:
     """Updates plus `decay` times the parameters, times `factor`; both are Python floats by parameter."""
 
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: object, params: PyTree = None) -> tuple[PyTree, PyTree]:
         def scale(u: AnyArray, p: AnyArray, decay: float, factor: float) -> AnyArray:
             return factor * (u + decay * p.astype(u.dtype)) if factor else jnp.zeros_like(u)
 

@@ -195,7 +195,7 @@ def training_step(config: TrainConfig, parts: ModelParts | None = None) -> Train
 
 
 def training_program(
-    config: TrainConfig, parts: ModelParts, chip: TpuChip | None, devices: Sequence[Any] | None = None
+    config: TrainConfig, parts: ModelParts, chip: TpuChip | None, devices: Sequence[object] | None = None
 ) -> TrainingProgram:
     """The program of a configuration.
 

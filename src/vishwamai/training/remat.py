@@ -132,10 +132,10 @@ def layer_wrapper(policy: Any, gather: Callable[[Any], Any] | None) -> Callable[
     """What `Decoder.__call__` takes as `wrap_layer`; the arguments are those of `checkpointed`."""
 
     def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-        def gathered(carry: AnyArray, pages: AnyArray, group: Any, index: Any) -> Any:
+        def gathered(carry: AnyArray, pages: AnyArray, group: object, index: object) -> Any:
             return run(carry, pages, group if gather is None else gather(group), index)
 
-        def joined(carry: tuple[Any, Any, Any], pages: Any, group: Any, index: Any) -> Any:
+        def joined(carry: tuple[Any, Any, Any], pages: object, group: object, index: object) -> Any:
             """What is computed again starts from the sum of the carry: one array is kept of each layer, not two."""
             stream, delta, memory = carry
             return gathered((checkpoint_name(stream + delta, _INPUT), None, memory), pages, group, index)

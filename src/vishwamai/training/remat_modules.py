@@ -80,7 +80,7 @@ def _nnx(model: nnx.Module, policy: str) -> nnx.Module:
 def _checkpointed_class(kind: Any, policy: str) -> Any:
     """The class with its call checkpointed; one per class, so that programs are compiled once."""
 
-    def __call__(self: Any, *args: object, **options: object) -> Any:
+    def __call__(self: object, *args: object, **options: object) -> Any:
         leaves, treedef = jax.tree.flatten((args, options))
         traced = [isinstance(leaf, jax.typing.ArrayLike) and hasattr(leaf, "dtype") for leaf in leaves]
 

@@ -313,7 +313,7 @@ def _present(columns: list[str], tools: str, names: list[str]) -> list[str] | _U
     return [name for name in dict.fromkeys([*columns, tools]) if name in names]
 
 
-def _rows(batch: Any, most: int) -> Iterator[Any]:
+def _rows(batch: object, most: int) -> Iterator[Any]:
     """The rows of a batch of pyarrow; a text that is not UTF-8 makes one row unreadable, not the batch."""
     for part in bounded.parts(batch, most):
         if part is None:

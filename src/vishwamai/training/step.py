@@ -186,7 +186,7 @@ def updated(
     clip: AnyArray,
     good: AnyArray,
     layout: Layout,
-    key: Any = None,
+    key: object = None,
 ) -> tuple[PyTree, PyTree]:
     """Parameters and the optimizer's state after a step; both as they were where it is not `good`.
 

@@ -16,7 +16,7 @@ from vishwamai.core.qtensor import bits
 from vishwamai.core.types import PyTree
 
 
-def refuse_too_large(jaxpr: Any, chip: TpuChip) -> None:
+def refuse_too_large(jaxpr: object, chip: TpuChip) -> None:
     """Checks every Pallas kernel of a program.
 
     Raises:

@@ -11,7 +11,7 @@ import math
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -26,6 +26,10 @@ from vishwamai.core.errors import DeviceError
 from vishwamai.core.installing import install_line
 from vishwamai.core.target import Target
 from vishwamai.core.types import PyTree
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 ScalarOperands = Mapping[str, Sequence[Mapping[int, np.ndarray]]]
 
@@ -130,7 +134,7 @@ def trace(fn: Callable[..., object], *args: object, target: str, **kwargs: objec
     return trace_call(fn, args, kwargs, target)
 
 
-def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], target: str) -> Program:
+def trace_call(fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], target: str) -> Program:
     """`trace`, with the arguments of `fn` as a sequence and a mapping."""
     target = Target.parse_tpu(target).name or target
     chip = Target.parse_chip(target)
@@ -235,7 +239,7 @@ def _nbytes(leaf: Any) -> int:
     return _size(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
 
 
-def _size(shape: Sequence[int], dtype: Any) -> int:
+def _size(shape: Sequence[int], dtype: DTypeLike) -> int:
     return math.prod(shape) * getattr(dtype, "itemsize", 4)
 
 

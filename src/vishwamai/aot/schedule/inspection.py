@@ -96,9 +96,9 @@ def check_one_device(caller: str, target: str) -> None:
 
 
 def prepare(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    fn: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     target: str,
     options: Mapping[str, str] | None = None,
 ) -> Program:

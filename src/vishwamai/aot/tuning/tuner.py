@@ -112,7 +112,7 @@ class Search:
         self.passes = passes(self.choice.config)
         self.kernels = kernels(self.choice.config)
 
-    def _program(self, config: Any, backward: bool) -> inspection.Inspection:
+    def _program(self, config: object, backward: bool) -> inspection.Inspection:
         case, name = self.case, self.choice.implementation.name
         arrays = arguments(case)
         differentiated = case.differentiable
@@ -180,7 +180,7 @@ class Search:
                 parts[named] += program.cycles / schedule.chip.clock
         return parts
 
-    def climb(self, start: Any, fields: Sequence[str], backward: bool) -> tuple[_Trial, _Trial]:
+    def climb(self, start: object, fields: Sequence[str], backward: bool) -> tuple[_Trial, _Trial]:
         """The best trial and the heuristic's own, over the named fields.
 
         Raises:

@@ -101,7 +101,7 @@ def adopt(config: T, winner: T, kernel: str, spec: Any, target: Target) -> T:
     return config.with_sizes({path: winner.sizes()[path][1] for path in paths}).planned(spec, target)
 
 
-def abreast(config: T, names: Sequence[str], spec: Any, target: Target) -> Iterator[T]:
+def abreast(config: T, names: Sequence[str], spec: object, target: Target) -> Iterator[T]:
     """`neighbours` of every part in `names`, the n-th of each in one config: as many configs as the part with the most
     has neighbours.
 

@@ -85,7 +85,7 @@ def _torch_gemm(case: Case) -> Callable[..., Any]:
     return product
 
 
-def _int_mm(a: Any, b: Any) -> Any:
+def _int_mm(a: object, b: object) -> Any:
     import torch
 
     return torch.ops.aten._int_mm(a, b)
@@ -109,7 +109,7 @@ def packed(case: Case) -> dict[str, Peer]:
         weight = to_torch(arrays["b"]).T.contiguous()
         return to_torch(arrays["a"]), torch.ops.mkldnn._reorder_linear_weight(weight, count)
 
-    def linear(a: Any, weight: Any) -> Any:
+    def linear(a: object, weight: object) -> Any:
         import torch
 
         return torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")

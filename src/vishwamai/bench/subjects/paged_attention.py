@@ -48,7 +48,7 @@ def _jax(scale: float | None) -> Any:
 def _torch(scale: float | None) -> Any:
     import torch
 
-    def attend(query: Any, pages: Any, lens: Any, table: Any) -> Any:
+    def attend(query: Any, pages: object, lens: Any, table: object) -> Any:
         k, v = (x.transpose(1, 2) for x in _gathered(pages, table))
         mask = (torch.arange(k.shape[2], device=lens.device) < lens[:, None])[:, None, None]
         attention = torch.nn.functional.scaled_dot_product_attention

@@ -67,7 +67,7 @@ class CodeFormat:
             if not legal:
                 raise ShapeError(f"CodeFormat: `{field}` is {getattr(self, field)!r}; pass {remedy}.")
 
-        def integer(value: Any) -> bool:
+        def integer(value: object) -> bool:
             return isinstance(value, int) and not isinstance(value, bool)
 
         check(isinstance(self.name, str), "name", "a string")

@@ -48,7 +48,7 @@ class Compilation:
       end_tokens: ids that end an answer.
     """
 
-    def __init__(self, tokenizer: Any, vocab: int, end_tokens: list[int]):
+    def __init__(self, tokenizer: object, vocab: int, end_tokens: list[int]):
         self._of = (tokenizer, vocab, end_tokens)
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None

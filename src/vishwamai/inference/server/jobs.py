@@ -186,7 +186,7 @@ class Jobs:
             return tokenizer.chat(tools.in_messages(messages, offered, "user"), **values)
 
     def _chat_grammar(
-        self, body: schema.Chat, choice: Any, form: str | None, functions: Sequence[Mapping[str, Any]]
+        self, body: schema.Chat, choice: object, form: str | None, functions: Sequence[Mapping[str, Any]]
     ) -> GrammarSource | None:
         sources = dict(self._sources(body))
         if choice not in ("auto", "none"):

@@ -148,7 +148,7 @@ def _messages(message: Message, where: str) -> Iterator[dict[str, Any]]:
         yield {"role": message.role, "content": "\n".join(parts), **extra}
 
 
-def _text(content: Any, where: str, first: int = 0) -> str:
+def _text(content: object, where: str, first: int = 0) -> str:
     """The text of a text, or of blocks of text."""
     if isinstance(content, str):
         return content
@@ -162,7 +162,7 @@ def _text(content: Any, where: str, first: int = 0) -> str:
     return "\n".join(texts)
 
 
-def _unread(where: str, kind: Any) -> HttpError:
+def _unread(where: str, kind: object) -> HttpError:
     return HttpError(
         400,
         f"`{where}`: the block is of type {str(kind)[:100]!r}; this model reads text, and calls of tools.",

@@ -352,7 +352,7 @@ def unknown_keys(body: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield from unknown_keys(getattr(body, name), before + name)
 
 
-def parse(kind: type[BaseModel], body: Any) -> Any:
+def parse(kind: type[BaseModel], body: object) -> Any:
     """The request of a body.
 
     Raises:

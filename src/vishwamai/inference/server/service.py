@@ -81,7 +81,7 @@ class Service:
             grammar = await unless_left(request, self.grammars.grammar(job.grammar.kind, job.grammar.source))
         return None if grammar is None else job.with_grammar(grammar)
 
-    def checked(self, kind: type[BaseModel], value: Any) -> Any:
+    def checked(self, kind: type[BaseModel], value: object) -> Any:
         """The request of a JSON value, whose model is this server's."""
         body = schema.parse(kind, value)
         check_keys(body, self.settings)
@@ -206,7 +206,7 @@ class Service:
         yield "data: [DONE]\n\n"
 
 
-def check_keys(body: Any, settings: Settings) -> None:
+def check_keys(body: object, settings: Settings) -> None:
     """Names the keys of a request that have no effect: in the log, once each, or those that no interface documents in
     an error.
     """
@@ -235,11 +235,11 @@ async def event_lines(
         yield f"event: error\n{_event(failed(error))}"
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _event(value: Any) -> str:
+def _event(value: object) -> str:
     return f"data: {_json(value)}\n\n"
 
 

@@ -19,7 +19,7 @@ def grammar(
     added: Mapping[str, int],
     *,
     forced: bool = True,
-    content: Mapping[str, Any] | None = None,
+    content: Mapping[str, object] | None = None,
 ) -> tuple[str, str]:
     """The grammar of an answer with calls: kind and source of `guided.Vocabulary.grammar`.
 
@@ -86,7 +86,7 @@ def _call_rules(i: int, form: Form, tool: Mapping[str, Any], added: Mapping[str,
     return [head, f"arguments{i}: {_json_rule(schema)}"]
 
 
-def _json_rule(schema: Mapping[str, Any]) -> str:
+def _json_rule(schema: Mapping[str, object]) -> str:
     # As templates write them, and no room to write blanks for ever.
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return "%json " + json.dumps({"x-guidance": spaces, **schema})

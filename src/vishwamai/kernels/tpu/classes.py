@@ -40,7 +40,7 @@ class TPUGEMMKernel:
         _check_block_size("TPUGEMMKernel", self.block_size)
         resolve_precision(self.precision, PrecisionConfig.DEFAULT)
 
-    def __call__(self, a: Any, b: Any, **options: Any) -> Any:
+    def __call__(self, a: object, b: object, **options: Any) -> Any:
         """`a @ b`; options as `vishwamai.gemm`."""
         options.setdefault("precision", self.precision)
         return functions.gemm(a, b, block_size=self.block_size, use_bfloat16=self.use_bfloat16, **options)
@@ -69,7 +69,7 @@ class TPUAttentionKernel:
     def __post_init__(self) -> None:
         _check_block_size("TPUAttentionKernel", self.block_size)
 
-    def __call__(self, query: Any, key: Any, value: Any, mask: Any = None, **options: Any) -> Any:
+    def __call__(self, query: object, key: object, value: object, mask: object = None, **options: Any) -> Any:
         """Attention of `[batch, heads, seq, head_dim]` arrays; options as `vishwamai.flash_attention`."""
         options.setdefault("causal", self.causal)
         return functions.flash_attention(
@@ -100,7 +100,7 @@ class TPULayerNormKernel:
         if not self.eps >= 0:
             raise ShapeError(f"TPULayerNormKernel: `eps` is {self.eps!r}; pass a number of 0 or more, such as 1e-6.")
 
-    def __call__(self, x: Any, scale: Any = None, bias: Any = None, **options: Any) -> Any:
+    def __call__(self, x: object, scale: object = None, bias: object = None, **options: Any) -> Any:
         """The normalized `x`; options as `vishwamai.layer_norm`."""
         options.setdefault("eps", self.eps)
         with kernel_config(strict=True) if self.strict else kernel_config():

@@ -44,7 +44,7 @@ class RegisteredSpec(OpSpec):
     options: tuple[tuple[str, Any], ...] = ()
     texts: tuple[tuple[str, ...], tuple[str, ...]] = dataclasses.field(default=((), ()), repr=False)
 
-    def dims(self, kind: Any) -> Any:
+    def dims(self, kind: object) -> Any:
         """The sharding rule's, behind the leading axis."""
         return self.texts[0] if kind is type(self.operands) else self.texts[1]
 
@@ -62,9 +62,9 @@ class RegisteredOp:
         self,
         name: str,
         implementations: Mapping[str, Callable[..., Any]],
-        abstract: Callable[..., Any] | None,
-        gradient: Callable[..., Any] | None,
-        batching: Callable[..., Any] | None,
+        abstract: Callable[..., object] | None,
+        gradient: Callable[..., object] | None,
+        batching: Callable[..., object] | None,
         sharding: str | None,
         split: str,
     ):
@@ -165,7 +165,7 @@ class RegisteredOp:
             *(x[0] if s else x for x, s in zip(operands, shared))
         )
 
-    def _forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _forward(self, function: Callable[..., object]) -> Callable[..., Any]:
         def forward(spec: RegisteredSpec, operands: PyTree) -> tuple[Any, None]:
             leaves = jax.tree.leaves(self._mapped(functools.partial(function, **dict(spec.options)), operands))
             return _results_type(len(leaves))(*leaves), None

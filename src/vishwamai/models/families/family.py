@@ -201,6 +201,6 @@ def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, position
     return dict(zip((*names, "max_position_embeddings"), values, strict=True))
 
 
-def tokens(bos: int | None, eos: Any, pad: int | None = None) -> dict[str, Any]:
+def tokens(bos: int | None, eos: object, pad: int | None = None) -> dict[str, Any]:
     """Defaults of the special tokens."""
     return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}

@@ -84,7 +84,7 @@ def _with_queries(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     return values
 
 
-def _glm_dsa(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _glm_dsa(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     """The keys of GLM-5 with a type of indexer for every layer."""
     result = dict(_with_queries(values, source))
     count = result.get("num_hidden_layers", 78)

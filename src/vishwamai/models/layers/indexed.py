@@ -58,7 +58,7 @@ class SharedIndexAttention(LatentAttention):
         tokens: Rows | Step,
         pool: PyTree,
         first: int | jax.Array,
-        index: Any,
+        index: object,
     ) -> tuple[jax.Array, PyTree, PyTree]:
         """The output, the pool, and the tokens chosen.
 

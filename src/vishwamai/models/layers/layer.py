@@ -231,7 +231,7 @@ def _enter(
     return x, checkpoint_name(total, "stream")
 
 
-def _leave(config: ModelConfig, norms: str, arrays: Arrays, name: str, delta: jax.Array) -> Any:
+def _leave(config: ModelConfig, norms: str, arrays: Arrays, name: str, delta: jax.Array) -> jax.Array:
     """A block's output, normalized where the family has a norm of that name."""
     delta = checkpoint_name(delta, "block_output")
     if name in NORMS[norms]:

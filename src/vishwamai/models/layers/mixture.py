@@ -31,6 +31,7 @@ from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
     from vishwamai.models.layers.mixer import Arrays
+    from vishwamai.ops.moe.routing import Routing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +298,7 @@ def _over_experts(
     return jax.sharding.reshard(out, replicated)[: x.shape[0] * x.shape[1]].reshape(x.shape)
 
 
-def _load(routing: Any) -> ExpertLoad:
+def _load(routing: Routing) -> ExpertLoad:
     return ExpertLoad(routing.load_balance_loss, routing.z_loss, routing.expert_counts)
 
 

@@ -53,7 +53,7 @@ class Tokens(Protocol):
         """
         ...
 
-    def recur(self, name: str, function: Callable[..., Any], *operands: jax.Array | None) -> jax.Array:
+    def recur(self, name: str, function: Callable[..., object], *operands: jax.Array | None) -> jax.Array:
         """A recurrence over the tokens of each sequence.
 
         Args:
@@ -136,7 +136,7 @@ class StepTokens:
 
     axes = ONE_DEVICE
 
-    def __init__(self, batch: PagedBatch, count: int, pool: Mapping[str, Any], first: int | jax.Array):
+    def __init__(self, batch: PagedBatch, count: int, pool: Mapping[str, jax.Array], first: int | jax.Array):
         assert batch.states is not None, "the batch of a model with states names their slots"
         self.pool = dict(pool)
         self._starts, self._ends = batch.cu_q_lens[:-1], batch.cu_q_lens[1:]

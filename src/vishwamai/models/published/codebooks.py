@@ -75,5 +75,5 @@ def _state(state: Stored) -> Mapping[str, Any]:
     return values
 
 
-def _damaged(state: Stored, key: str, value: Any, expected: str) -> ShapeError:
+def _damaged(state: Stored, key: str, value: object, expected: str) -> ShapeError:
     return ShapeError(f"{state.path}: `{key}` of a quant_state is {value!r:.100}; expected {expected}.")

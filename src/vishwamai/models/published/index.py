@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.models.published import codebooks, eight_bits, float4, torchao, words
@@ -78,7 +78,7 @@ _OF_ACTIVATIONS = tuple(
 """Endings of tensors that say how activations, keys and values are rounded."""
 
 
-def check_settings(values: Mapping[str, Any], source: str) -> Settings:
+def check_settings(values: Mapping[str, object], source: str) -> Settings:
     """`quantization_config` as the decoders of weights read it.
 
     Raises:
@@ -91,7 +91,7 @@ def check_settings(values: Mapping[str, Any], source: str) -> Settings:
     return settings
 
 
-def decode_index(index: Mapping[str, Stored], values: Mapping[str, Any] | None, source: str) -> Index:
+def decode_index(index: Mapping[str, Stored], values: Mapping[str, object] | None, source: str) -> Index:
     """The index of a checkpoint with its quantized weights as plain ones.
 
     Args:

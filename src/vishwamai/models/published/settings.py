@@ -39,7 +39,7 @@ class Settings:
             return "modelopt"
         return "mlx" if method is None and {"bits", "group_size"} <= self.values.keys() else method
 
-    def unsupported(self, key: str, value: Any, expected: str) -> UnsupportedError:
+    def unsupported(self, key: str, value: object, expected: str) -> UnsupportedError:
         """The error for a value that is not read."""
         return UnsupportedError(
             f"{self.source}: `quantization_config.{key}` is {value!r:.200}; the loader reads {expected}."

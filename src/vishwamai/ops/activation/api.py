@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -27,7 +27,7 @@ ACTIVATION: Op[ActivationSpec] = Op("activation", (TRITON, NATIVE, XLA), split="
 
 @checked
 def gelu(
-    x: Float[Array, "*axes"], *, approximate: bool = False, config: Any = None, implementation: str | None = None
+    x: Float[Array, "*axes"], *, approximate: bool = False, config: object = None, implementation: str | None = None
 ) -> Float[Array, "*axes"]:
     """Gaussian error linear unit: `x Phi(x)`, or its approximation by tanh. Hendrycks, Gimpel (2016).
 
@@ -54,7 +54,9 @@ def gelu(
 
 
 @checked
-def silu(x: Float[Array, "*axes"], *, config: Any = None, implementation: str | None = None) -> Float[Array, "*axes"]:
+def silu(
+    x: Float[Array, "*axes"], *, config: object = None, implementation: str | None = None
+) -> Float[Array, "*axes"]:
     """Sigmoid linear unit (swish): `x sigmoid(x)`. Elfwing, Uchibe, Doya (2017).
 
     Args, returns and errors are those of `gelu`.
@@ -67,7 +69,9 @@ def silu(x: Float[Array, "*axes"], *, config: Any = None, implementation: str | 
 
 
 @checked
-def relu2(x: Float[Array, "*axes"], *, config: Any = None, implementation: str | None = None) -> Float[Array, "*axes"]:
+def relu2(
+    x: Float[Array, "*axes"], *, config: object = None, implementation: str | None = None
+) -> Float[Array, "*axes"]:
     """Squared rectifier: `max(x, 0)^2`. So et al., "Primer" (2021).
 
     Args, returns and errors are those of `gelu`.
@@ -87,7 +91,7 @@ def fused_gelu_dropout(
     key: Key[Array, ""] | None = None,
     approximate: bool = False,
     deterministic: bool = False,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "*axes"]:
     """GELU and dropout in one pass: `keep * gelu(x) / (1 - rate)`, whose mask is computed again in the backward pass,

@@ -61,7 +61,7 @@ def flash_attention(
     scale: float | None = None,
     return_lse: Literal[False] = False,
     block_size: int | None = None,
-    config: Any = None,
+    config: object = None,
     layout: Literal["bhsd", "bshd"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch heads q_len v_dim"]: ...
@@ -91,7 +91,7 @@ def flash_attention(
     scale: float | None = None,
     return_lse: Literal[True],
     block_size: int | None = None,
-    config: Any = None,
+    config: object = None,
     layout: Literal["bhsd", "bshd"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "batch heads q_len v_dim"], Float[Array, "batch heads q_len"]]: ...
@@ -121,7 +121,7 @@ def flash_attention(
     scale: float | None = None,
     return_lse: bool,
     block_size: int | None = None,
-    config: Any = None,
+    config: object = None,
     layout: Literal["bhsd", "bshd"] | None = None,
     implementation: str | None = None,
 ) -> Any: ...
@@ -151,7 +151,7 @@ def flash_attention(
     scale: float | None = None,
     return_lse: bool = False,
     block_size: int | None = None,
-    config: Any = None,
+    config: object = None,
     layout: Literal["bhsd", "bshd"] | None = None,
     implementation: str | None = None,
 ) -> Any:

@@ -42,11 +42,11 @@ class ChunkedConfig(Tiles):
 class At(NamedTuple):
     """Where a step stands: the first batch element and kv head of its problems, and its query and key block."""
 
-    batch: Any
+    batch: jax.Array | int
     head: Any
-    i: Any
-    j: Any
-    patterns: Any = (
+    i: jax.Array | int
+    j: jax.Array | int
+    patterns: jax.Array | None = (
         None  # of the static block mask, one for each query head of the group or one for all: int32 [G or 1]
     )
 
@@ -85,7 +85,7 @@ class ScoreBlocks:
         self.seed: Any = heads(operands.dropout_seed)  # [B, Hkv, G, 2]
         self.slopes: Any = heads(operands.slopes)  # [B or 1, Hkv, G]
 
-    def pad(self, axes: str, x: AnyArray, mode: Any = "constant") -> AnyArray:
+    def pad(self, axes: str, x: AnyArray, mode: str = "constant") -> AnyArray:
         """Pads the query and key axes to whole blocks, with zeros or with the `edge`; broadcast axes stay 1."""
         if x is None:
             return None
@@ -159,7 +159,7 @@ class ScoreBlocks:
         self,
         compute: Callable[[Any, At], Any],
         carry: PyTree,
-        axes: Any,
+        axes: object,
         batch: AnyArray,
         head: AnyArray,
         by_key: bool = False,

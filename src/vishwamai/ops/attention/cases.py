@@ -39,9 +39,9 @@ _SELF = ([(30, 45, 25)], [(30, 45, 25)])
 
 def _model(
     name: str,
-    heads: Any,
-    length: Any,
-    dim: Any = 128,
+    heads: object,
+    length: object,
+    dim: object = 128,
     *,
     dtype: str = "bfloat16",
     causal: bool = True,

@@ -100,7 +100,7 @@ def make_spec(arrays: Operands, precision: str, *options: Any) -> AttentionSpec:
     )
 
 
-def signature_of(layout: Any) -> Signature:
+def signature_of(layout: str | None) -> Signature:
     """The caller's layout.
 
     Raises:
@@ -317,7 +317,7 @@ def _positive(name: str, x: Any, fix: str) -> float:
     return float(x)
 
 
-def one_request(block_size: int | None, config: Any) -> Any:
+def one_request(block_size: int | None, config: object) -> Any:
     """The caller's tiles, from the two ways to state them.
 
     Raises:

@@ -46,7 +46,7 @@ def notes(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
     return ("float16 is computed through float32 copies",) if spec.operands.query.dtype == jnp.float16 else ()
 
 
-def _storage(spec: AttentionSpec) -> Any:
+def _storage(spec: AttentionSpec) -> np.dtype:
     """The dtype that the kernel works on: the widest of query, key and value, float16 as float32."""
     o = spec.operands
     dtype = jnp.result_type(o.query.dtype, o.key.dtype, o.value.dtype)

@@ -44,7 +44,7 @@ def decode_attention(
     sinks: Float[Array, " heads"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any:
     """`flash_attention` of queries that every device has, over keys and values that are split along the sequence over

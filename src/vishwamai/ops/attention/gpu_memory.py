@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vishwamai.core import dropout, gpu
 from vishwamai.core.types import AnyArray
@@ -13,6 +13,9 @@ from vishwamai.ops.attention.gpu_arguments import Cut, Extents, Logits, Rows, St
 from vishwamai.ops.attention.gpu_tiles import tile_of
 from vishwamai.ops.attention.places import MOST
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 class Packed(NamedTuple):
@@ -42,7 +45,7 @@ class Placement(NamedTuple):
     seq_first: bool = False
     packed: Packed | None = None
 
-    def result(self, like: AnyArray, dim: int, dtype: Any) -> gpu.Result:
+    def result(self, like: AnyArray, dim: int, dtype: DTypeLike) -> gpu.Result:
         """A result with the positions and heads of `like`, `[batch, heads, seq, dim]`."""
         batch, heads, seq, _ = like.shape
         if self.packed is not None:

@@ -37,7 +37,7 @@ def ulysses_attention(
     sinks: Float[Array, " heads"] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any:
     """`flash_attention` of a sequence that is split over the mesh axis `axis`; for use inside `shard_map`.

@@ -46,7 +46,7 @@ def flash_attention_varlen(
     scale: float | None = None,
     return_lse: Literal[False] = False,
     block_size: int | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "total_q heads v_dim"]: ...
 
@@ -70,7 +70,7 @@ def flash_attention_varlen(
     scale: float | None = None,
     return_lse: Literal[True],
     block_size: int | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "total_q heads v_dim"], Float[Array, "total_q heads"]]: ...
 
@@ -94,7 +94,7 @@ def flash_attention_varlen(
     scale: float | None = None,
     return_lse: bool,
     block_size: int | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any: ...
 
@@ -118,7 +118,7 @@ def flash_attention_varlen(
     scale: float | None = None,
     return_lse: bool = False,
     block_size: int | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any:
     """Attention of sequences of any lengths, packed one after another: the queries of a sequence see the keys of the

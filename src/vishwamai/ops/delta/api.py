@@ -44,7 +44,7 @@ def gated_delta_rule(
     initial_state: Float[Array, "batch heads key_dim value_dim"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     return_state: bool = False,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any:
     """The gated delta rule: a state S of one matrix for each head, which a token decays, corrects and reads.
@@ -102,7 +102,7 @@ def linear_attention(
     initial_state: Float[Array, "batch heads key_dim value_dim"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     return_state: bool = False,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any:
     """Causal linear attention with decay: `S = exp(decay) S + key value^T`, `y = scale S^T query`. Katharopoulos et
@@ -133,7 +133,7 @@ def state_space(
     initial_state: Float[Array, "batch heads state_dim head_dim"] | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     return_state: bool = False,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any:
     """The selective state space of Mamba2: `S = exp(dt A) S + dt B x^T`, `y = S^T C + D x`. Dao, Gu, "Transformers are
@@ -177,7 +177,7 @@ def _call(
     scale: float | None,
     correction: bool,
     return_state: bool,
-    config: Any,
+    config: object,
     implementation: str | None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     arrays = as_arrays(function, arrays)

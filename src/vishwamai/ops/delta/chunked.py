@@ -213,7 +213,7 @@ def scan_step(spec: DeltaSpec, state: jax.Array, chunk: Chunk) -> tuple[jax.Arra
         begins = numbers[:, 1:] != numbers[:, :-1]
         factors = jnp.where(begins[:, None, None, :, None, None], 0.0, factors)
 
-    def then(first: Any, second: Any) -> tuple[jax.Array, jax.Array]:
+    def then(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return first[0] * second[0], second[0] * first[1] + second[1]
 
     factors, sums = lax.associative_scan(then, (factors, writes), axis=3)

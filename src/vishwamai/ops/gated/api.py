@@ -40,7 +40,7 @@ def gated_linear_unit(
     activation: str | None = "silu",
     *,
     precision: str | PrecisionConfig | jax.lax.Precision | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows hidden"]:
     """Gated linear unit: `activation(x @ gate) * (x @ up)`, both products in one pass over x. Shazeer, "GLU Variants
@@ -161,7 +161,7 @@ def _quantized(x: jax.Array, weights: Any) -> Operands:
     return Operands(x, gate, up, None, gate_scale, up_scale)
 
 
-def _packed(x: AnyArray, weights: AnyArray, activation: str | None, config: Any, implementation: str | None) -> Any:
+def _packed(x: AnyArray, weights: AnyArray, activation: str | None, config: object, implementation: str | None) -> Any:
     if not all(isinstance(w, PackedQTensor) for w in weights) or config is not None:
         raise ShapeError(
             f"gated_linear_unit: `weights` is {weights}, `config` {config}; pass two PackedQTensors and no config, or "

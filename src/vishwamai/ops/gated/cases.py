@@ -13,7 +13,7 @@ def gated(
     x: AnyArray,
     gate: AnyArray = None,
     up: AnyArray = None,
-    joint: Any = None,
+    joint: object = None,
     activation: str | None = "silu",
     **how: Any,
 ) -> AnyArray:

@@ -29,7 +29,7 @@ def notes(spec: GatedSpec, target: Target) -> tuple[str, ...]:
     return ("float16 is computed through float32 copies",) if spec.operands.x.dtype == jnp.float16 else ()
 
 
-def _storage(spec: GatedSpec) -> Any:
+def _storage(spec: GatedSpec) -> np.dtype:
     dtype = spec.operands.x.dtype
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.op import Op
@@ -26,7 +26,7 @@ def indexed_attention(
     *,
     scale: float | None = None,
     value_dim: int | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch heads q_len v_dim"]:
     """Attention of each query over the keys that an index chose, such as `lightning_index`: work and memory grow with

@@ -79,7 +79,14 @@ def lightning_index(
         frozenset({"batch"}),
     )
 
-    def blocks(query: Any, key: Any, weights: Any, positions: Any, q_ids: Any, kv_ids: Any) -> Any:
+    def blocks(
+        query: jax.Array,
+        key: jax.Array,
+        weights: jax.Array,
+        positions: jax.Array | None,
+        q_ids: jax.Array | None,
+        kv_ids: jax.Array | None,
+    ) -> jax.Array:
         """The choice of all queries, in blocks of them."""
         batch, heads, length, _ = query.shape
         if positions is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 
@@ -12,21 +12,22 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.signature import Signature, described
 from vishwamai.core.spec import QueryKeySpec
+from vishwamai.core.types import AnyArray
 
 
 class Operands(NamedTuple):
     """Operands in the op's own layout; `batch` counts folded vmap axes. Query head h reads kv head h // (Hq // Hkv)."""
 
-    query: Annotated[Any, "batch heads q_len qk_dim"]
-    key: Annotated[Any, "batch heads/ kv_len qk_dim"]
-    indices: Annotated[Any, "batch? q_len chosen"]  # int32
-    value: Annotated[Any, "batch heads/ kv_len v_dim", "optional"] = None
+    query: Annotated[AnyArray, "batch heads q_len qk_dim"]
+    key: Annotated[AnyArray, "batch heads/ kv_len qk_dim"]
+    indices: Annotated[AnyArray, "batch? q_len chosen"]  # int32
+    value: Annotated[AnyArray, "batch heads/ kv_len v_dim", "optional"] = None
 
 
 class Outputs(NamedTuple):
     """`out` in the query's dtype."""
 
-    out: Annotated[Any, "batch heads q_len v_dim"]
+    out: Annotated[AnyArray, "batch heads q_len v_dim"]
 
 
 @dataclasses.dataclass(frozen=True)

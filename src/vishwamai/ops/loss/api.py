@@ -71,7 +71,7 @@ def linear_cross_entropy(
     vocab_axis: str | tuple[str, ...] | None = None,
     gather_axis: str | None = None,
     precision: str | PrecisionConfig | jax.lax.Precision | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "*loss"]: ...
 
@@ -93,7 +93,7 @@ def linear_cross_entropy(
     vocab_axis: str | tuple[str, ...] | None = None,
     gather_axis: str | None = None,
     precision: str | PrecisionConfig | jax.lax.Precision | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*loss"], Float[Array, "*tokens"]]: ...
 
@@ -115,7 +115,7 @@ def linear_cross_entropy(
     vocab_axis: str | tuple[str, ...] | None = None,
     gather_axis: str | None = None,
     precision: str | PrecisionConfig | jax.lax.Precision | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any: ...
 
@@ -137,7 +137,7 @@ def linear_cross_entropy(
     vocab_axis: str | tuple[str, ...] | None = None,
     gather_axis: str | None = None,
     precision: str | PrecisionConfig | jax.lax.Precision | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any:
     """Cross entropy of the logits `x @ weight.T + bias`, which are never held as a whole, neither forward nor backward.
@@ -314,7 +314,7 @@ def _sum(plan: CallPlan, tokens: at_once.Tokens, label_smoothing: float, z_loss:
 
 
 @contextlib.contextmanager
-def _telling(plan: CallPlan, arrays: Any) -> Iterator[None]:
+def _telling(plan: CallPlan, arrays: object) -> Iterator[None]:
     """Tells observers of a plan that runs inside, and what JAX says there in our words, as a call of the op does."""
     observe.report(plan)
     try:
@@ -336,7 +336,7 @@ def _of_labels(class_weights: jax.Array, labels: AnyArray, labelled: jax.Array) 
     return jnp.where(labelled, weights, 0)
 
 
-def _combined(parts: Outputs, vocab_axis: Any) -> Outputs:
+def _combined(parts: Outputs, vocab_axis: object) -> Outputs:
     """The outputs `[...]` of the whole vocabulary from those of its parts: along the last axis, and over the devices of
     `vocab_axis`.
     """
@@ -344,7 +344,7 @@ def _combined(parts: Outputs, vocab_axis: Any) -> Outputs:
         # A sum, since the axis may be split over a mesh axis of size 1, where JAX cannot transpose an index.
         return Outputs(*(None if y is None else jnp.sum(y, axis=-1) for y in parts))
 
-    def total(y: Any) -> Any:
+    def total(y: jax.Array) -> Any:
         y = jnp.sum(y, axis=-1)
         return y if vocab_axis is None else lax.psum(y, vocab_axis)
 

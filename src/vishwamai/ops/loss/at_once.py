@@ -63,7 +63,7 @@ class Sum:
         return compose(jnp, numbers, tokens.weight.shape[0], shares != 0, False, shares, *rest)
 
 
-def expected(arrays: Any) -> bool:
+def expected(arrays: object) -> bool:
     """Whether the program is made for a CPU, of arrays that no mesh splits by their types, and not by `jax.linearize`.
 
     Whoever watches the passes of the op, as a profile does, sees them: under it they run.

@@ -121,7 +121,7 @@ def backward_by(
 
 
 def gradients_by(
-    spec: LossSpec, gradients: Callable[..., Any], operands: Operands, outputs: Outputs, cotangents: Outputs
+    spec: LossSpec, gradients: Callable[..., object], operands: Operands, outputs: Outputs, cotangents: Outputs
 ) -> Operands:
     """The backward pass by `gradients`: `(x, weight, bias, labels, *rows) -> (dx, dweight, dbias)` of a group, where
     rows are the logsumexp and the cotangents of the outputs, `[T]` each; with targets they are the last of the rows,
@@ -234,7 +234,7 @@ def _forward_one(
     labels: AnyArray,
     targets: AnyArray = None,
 ) -> Outputs:
-    def part(carry: PyTree, start: Any, size: int) -> PyTree:
+    def part(carry: PyTree, start: object, size: int) -> PyTree:
         m, l, at_label, total = carry
         z = _logits(spec, x, weight, bias, start, size)
         m_new = jnp.maximum(m, jnp.max(z, axis=0))
@@ -274,7 +274,7 @@ def backward(
     """The backward pass: every logit is computed once more, and once only."""
 
     def slope(
-        x: AnyArray, weight: AnyArray, bias: AnyArray, labels: AnyArray, rows: PyTree, start: Any, size: int
+        x: AnyArray, weight: AnyArray, bias: AnyArray, labels: AnyArray, rows: PyTree, start: object, size: int
     ) -> PyTree:
         """The logits' gradient `[size, T]`, before the cap, in x's dtype for the products to come; and its sum over
         tokens for the bias.

@@ -89,7 +89,7 @@ def backward(
         ),
     }
 
-    def part(step: Any, carry: tuple[Any, Any, Any]) -> tuple[AnyArray, AnyArray, AnyArray]:
+    def part(step: object, carry: tuple[Any, Any, Any]) -> tuple[AnyArray, AnyArray, AnyArray]:
         """The gradients with those of one part of the entries; `carry` holds None before the first."""
         dz, partial = gpu.launch(
             SLOPES,
@@ -106,7 +106,7 @@ def backward(
             **shared_constants(spec, config),
         )
 
-        def output(before: object, shape: tuple[int, ...], dtype: Any) -> gpu.Result:
+        def output(before: object, shape: tuple[int, ...], dtype: object) -> gpu.Result:
             return gpu.result(shape, dtype) if before is None else gpu.onto(before)
 
         dx = _product(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from vishwamai.core import gpu
 from vishwamai.core.target import Target
@@ -18,7 +17,7 @@ _PARTS, _LEAST, _MOST = 16, 512, 8192
 """Parts of the vocabulary to aim at in the backward pass, and bounds of a part's entries."""
 
 
-def _tile_vocab(tiles: Any, block_size: int) -> int:
+def _tile_vocab(tiles: LossGpuConfig, block_size: int) -> int:
     return min(tiles.tile_vocab, max(16, gpu.next_power_of_2(block_size)))
 
 

@@ -230,7 +230,7 @@ def check_class_weights(weights: AnyArray, floating: bool, vocab: int, label_smo
         )
 
 
-def check_options(softcap: Any, label_smoothing: Any, z_loss: Any, ignore_index: Any, reduction: Any) -> None:
+def check_options(softcap: Any, label_smoothing: Any, z_loss: Any, ignore_index: object, reduction: object) -> None:
     """Checks the options.
 
     Raises:
@@ -249,5 +249,5 @@ def check_options(softcap: Any, label_smoothing: Any, z_loss: Any, ignore_index:
         raise ShapeError(f"{name}: `reduction` is {reduction!r}; pass one of {', '.join(map(repr, REDUCTIONS))}.")
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from vishwamai.core.errors import KernelError
 from vishwamai.core.pallas import LANES, TPU_DTYPES, VmemTiles, planning_chip, round_up, vmem_budget
@@ -16,12 +15,12 @@ _UNROLLED = 1 << 14
 """Cycles of products that one step's program holds at most; more is more program, less is more steps."""
 
 
-def _tile_vocab(tiles: Any, block_size: int) -> int:
+def _tile_vocab(tiles: LossConfig, block_size: int) -> int:
     """An even number of sub-tiles, no more than now."""
     return min(tiles.tile_vocab, round_up(block_size, 2 * tiles.sub_vocab))
 
 
-def _block_vocab(tiles: Any, block_size: int) -> int:
+def _block_vocab(tiles: LossConfig, block_size: int) -> int:
     """Whole tiles, no more than now."""
     return min(tiles.block_vocab, round_up(block_size, _tile_vocab(tiles, block_size)))
 

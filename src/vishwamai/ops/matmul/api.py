@@ -51,7 +51,7 @@ def gemm(
     scale_a: Any = None,
     scale_b: Any = None,
     block_size: int | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Num[Array, "*batch M N"]:
     """Matrix product with its epilogue: `activation(scale_a[:, None] * scale_b[None, :] * (a @ b) + bias)`, rounded

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from vishwamai.ops.matmul.spec import (
     operand_texts,
     resolve_out_dtype,
 )
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 class BlockScales(NamedTuple):
@@ -242,7 +245,7 @@ def make_spec(
     transpose_a: bool,
     transpose_b: bool,
     precision: str | PrecisionConfig | jax.lax.Precision,
-    out_dtype: Any,
+    out_dtype: DTypeLike | None,
     blocks: BlockScales = NO_BLOCKS,
 ) -> MatmulSpec:
     """Checks the caller's arguments and describes them in the op's own layout.

@@ -4,7 +4,7 @@ on top of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +43,11 @@ def notes(spec: MatmulSpec, target: Target) -> tuple[str, ...]:
     return ("float16 is computed through float32 copies",) if spec.compute_dtype == jnp.float16 else ()
 
 
-def _native(dtype: DTypeLike) -> Any:
+def _native(dtype: DTypeLike) -> np.dtype:
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else jnp.dtype(dtype)
 
 
-def result_dtype(storage: object, requested: object) -> Any:
+def result_dtype(storage: object, requested: object) -> np.dtype:
     """The dtype in which the kernel writes what is wanted as `requested`: the same where it can, else the one it
     computed in.
     """
@@ -107,7 +107,7 @@ def product(
     lhs_axis: int,
     rhs_axis: int,
     groups: int,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
 ) -> jax.Array:
     """See `gradient.Product`."""
     per_group = lhs.shape[0] == rhs.shape[0]

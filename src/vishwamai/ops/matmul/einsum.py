@@ -43,7 +43,7 @@ def einsum(
     *operands: Num[Array, " *axes"],
     optimize: str | bool | Sequence[tuple[int, ...]] = "optimal",
     precision: str | PrecisionConfig | jax.lax.Precision | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Num[Array, " *result"]:
     """The sum of products that `equation` names, as `jnp.einsum`, with every contraction of two operands over `gemm`.
@@ -92,7 +92,7 @@ def einsum(
     return contract(steps, arrays, plain, product, jnp.transpose, _on_explicit_axes)
 
 
-def _on_explicit_axes(contraction: Callable[..., Any], subscripts: str, factors: list[PyTree]) -> AnyArray:
+def _on_explicit_axes(contraction: Callable[..., object], subscripts: str, factors: list[PyTree]) -> AnyArray:
     """One contraction, where operands may lie on explicit mesh axes: indices of the result stay split, what is summed
     over is gathered.
     """
@@ -111,8 +111,8 @@ def contract(
     steps: list[tuple[tuple[int, ...], str]],
     arrays: list[AnyArray],
     plain: Callable[..., Any],
-    product: Callable[..., Any],
-    permute: Callable[[Any, list[int]], Any],
+    product: Callable[..., object],
+    permute: Callable[[Any, list[int]], object],
     run: Callable[..., Any] = lambda contraction, subscripts, factors: contraction(*factors),
 ) -> AnyArray:
     """The result of the contractions that `plan_steps` gives, on arrays of any framework.

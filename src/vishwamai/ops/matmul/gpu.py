@@ -5,7 +5,7 @@ the shared gradient on top.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
@@ -17,6 +17,10 @@ from vishwamai.ops.matmul import gpu_gradient, gradient
 from vishwamai.ops.matmul.gpu_arguments import Form, Order, Vectors
 from vishwamai.ops.matmul.gpu_gradient import stride
 from vishwamai.ops.matmul.spec import WRAPS, MatmulSpec, Operands, Outputs
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 MATMUL = gpu.TritonKernel("vishwamai.ops.matmul.gpu_kernels", "matmul")
 TRANSPOSE = gpu.TritonKernel("vishwamai.ops.matmul.gpu_kernels", "transpose")
@@ -142,7 +146,7 @@ def _matmul(
     transpose_a: bool,
     transpose_b: bool,
     groups: int,
-    out_dtype: Any,
+    out_dtype: DTypeLike,
     vectors: tuple[PyTree, PyTree, PyTree] = (None, None, None),
     activation: str | None = None,
     keep: bool = False,
@@ -224,7 +228,7 @@ def forward(spec: MatmulSpec, config: MatmulGpuConfig, operands: Operands, resid
 
 
 def product(
-    spec: MatmulSpec, lhs: AnyArray, rhs: AnyArray, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any
+    spec: MatmulSpec, lhs: AnyArray, rhs: AnyArray, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: DTypeLike
 ) -> Any:
     """See `gradient.Product`."""
     m, k = lhs.shape[3 - lhs_axis], lhs.shape[lhs_axis]

@@ -27,7 +27,7 @@ def stride(x: AnyArray, axis: int) -> int:
 
 
 def epilogue(
-    spec: MatmulSpec, operands: Operands, outputs: Outputs, preactivation: Any, dout: AnyArray, total: Any
+    spec: MatmulSpec, operands: Operands, outputs: Outputs, preactivation: object, dout: AnyArray, total: object
 ) -> Through:
     _, _, bias, scale_a, scale_b = operands
     saved = outputs.out if spec.activation == "relu" else preactivation
@@ -79,7 +79,7 @@ def epilogue(
     dz_b = dout if dz_b is None else dz_b
     dz_a = (dz_b if unscaled else dout) if dz_a is None else dz_a
 
-    def summed(partial: Any, operand: Any, spec: Any) -> Any:
+    def summed(partial: object, operand: Any, spec: Any) -> Any:
         return None if partial is None else sum_to(partial, operand.shape, spec.dtype)
 
     o = spec.operands

@@ -29,6 +29,7 @@ from vishwamai.ops.matmul.epilogue import columns, derivative, rows
 from vishwamai.ops.matmul.spec import Blocked, MatmulSpec, Operands, Outputs, joint_groups
 
 if TYPE_CHECKING:
+    import numpy as np
     from jax.typing import DTypeLike
 
 
@@ -135,7 +136,7 @@ def scales_by_total(spec: MatmulSpec) -> tuple[bool, bool]:
     return coarse or not of_a, coarse or not of_b
 
 
-def _exact(spec: MatmulSpec, operand: ArraySpec, scale: AnyArray) -> Any:
+def _exact(spec: MatmulSpec, operand: ArraySpec, scale: AnyArray) -> np.dtype:
     """The dtype of a product that is scaled or cut off before it is rounded to the operand's."""
     return spec.epilogue_dtype if scale is not None or operand.dtype in FP8_DTYPES else operand.dtype
 

@@ -28,7 +28,7 @@ def unpack(a: Any, b: Any, transpose_a: bool, transpose_b: bool, scale_a: Any, s
     return a, b, scale_a, scale_b, BlockScales(size_a or size_b, size_a > 0, size_b > 0)
 
 
-def _unpack(name: str, x: Any, contracted: int, scale: Any) -> tuple[Any, Any, int]:
+def _unpack(name: str, x: Any, contracted: int, scale: object) -> tuple[Any, Any, int]:
     """(values, scale, block size or 0)."""
     if not isinstance(x, QTensor):
         return x, scale, 0
@@ -42,7 +42,7 @@ def _unpack(name: str, x: Any, contracted: int, scale: Any) -> tuple[Any, Any, i
     return values, scales, x.block_size
 
 
-def check_quantized(name: str, x: QTensor, contracted: int, scale: Any) -> None:
+def check_quantized(name: str, x: QTensor, contracted: int, scale: object) -> None:
     """Checks a factor, whose values and scales may be of any framework.
 
     Raises:

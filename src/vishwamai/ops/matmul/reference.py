@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from vishwamai.core.types import PyTree
 from vishwamai.ops.matmul import gradient
 from vishwamai.ops.matmul.epilogue import activate, columns, rows
 from vishwamai.ops.matmul.spec import LONGEST_INT8, Blocked, MatmulSpec, Operands, Outputs, joint_groups
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -40,7 +43,7 @@ def _widen(x: PyTree, dtype: jnp.dtype) -> jax.Array:
 
 
 def product(
-    spec: MatmulSpec, lhs: PyTree, rhs: PyTree, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: Any
+    spec: MatmulSpec, lhs: PyTree, rhs: PyTree, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: DTypeLike
 ) -> jax.Array:
     """`[groups, lhs's free axis, rhs's free axis]`; see `gradient.Product`."""
     dtype, total = spec.compute_dtype, spec.accumulator

@@ -126,7 +126,7 @@ class MatmulSpec(OpSpec):
     out_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     block_k: int = 0
 
-    def dims(self, kind: Any) -> Any:
+    def dims(self, kind: object) -> Any:
         """Of transposed factors and of scales in blocks of K too."""
         declared = super().dims(kind)
         return operand_dims(self.transpose_a, self.transpose_b, *self.blocked) if kind is Operands else declared

@@ -5,7 +5,7 @@ epilogue of the last one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,10 @@ from vishwamai.core.tpu_dequantize import Operand
 from vishwamai.core.types import AnyArray, Ref
 from vishwamai.ops.matmul.epilogue import activate
 from vishwamai.ops.matmul.spec import INTEGERS
+
+if TYPE_CHECKING:
+    pass
+
 
 _INT8 = jnp.dtype(jnp.int8)
 
@@ -103,7 +107,7 @@ def kernel(
     tiles = pl.cdiv(depth, block_k)
     tail = depth - (tiles - 1) * block_k  # valid depth of the last tile
 
-    def chunk_product(start: Any, size: int, valid: int) -> jax.Array:
+    def chunk_product(start: int, size: int, valid: int) -> jax.Array:
         if own_product is not None:
             return own_product()
         lhs = operands[0].tile(refs.lhs, refs.lhs_scales, axes[0], start, size, offsets[0], wide)
@@ -136,7 +140,7 @@ def kernel(
     if not separate:
         sum_ref = out_ref  # of the sum's dtype, without an epilogue: its block stays in VMEM
 
-    def grow(first: Any, start: Any, size: int, valid: int) -> None:
+    def grow(first: jax.Array, start: Any, size: int, valid: int) -> None:
         before = sum_ref[...]
         # A choice, not a branch: scratch holds anything before the first step, and NaN must not reach the sum.
         total = jnp.where(first, jnp.zeros_like(before), before) + chunk_product(start, size, valid)

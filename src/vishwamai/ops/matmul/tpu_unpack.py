@@ -37,7 +37,7 @@ SCALE = {"b11fnuz": 16}
 """By which products of the unpacked weights are to be multiplied."""
 
 
-def serves(unpack: str, narrow: object, wide: Any, rhs_axis: int) -> bool:
+def serves(unpack: str, narrow: object, wide: object, rhs_axis: int) -> bool:
     """Whether `unpack` reads weights of `narrow` beside rows of `wide`; rhs_axis: axis (1 or 2) of the weight along
     which K lies.
     """

@@ -56,7 +56,7 @@ def grouped_gemm(
     transpose_rhs: bool = False,
     out_dtype: Any = None,
     block_size: int | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch M N"]:
     """Matrix product whose rows are in consecutive groups, each with its own right-hand matrix:

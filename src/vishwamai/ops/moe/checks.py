@@ -15,11 +15,11 @@ CLAMPED = "swigluoai"
 
 
 def check_layer(
-    tokens: Any,
-    router_weights: Any,
-    gate: Any,
-    up: Any,
-    down: Any,
+    tokens: object,
+    router_weights: object,
+    gate: object,
+    up: object,
+    down: object,
     activation: str,
     axes: tuple[str, ...] | None,
     exchange: str,
@@ -105,7 +105,7 @@ def check_router_tokens(router_tokens: Any, tokens: Any) -> None:
         )
 
 
-def check_limit(activation: str, gate: Any, limit: Any) -> None:
+def check_limit(activation: str, gate: object, limit: Any) -> None:
     """Raises ShapeError where the clamped unit lacks a gate or its limit."""
     if activation == CLAMPED and not (gate is not None and isinstance(limit, (int, float)) and limit > 0):
         raise ShapeError(
@@ -131,7 +131,7 @@ def check_biases(biases: Any) -> tuple[Any, Any, Any]:
     return gate, up, down
 
 
-def check_bias(name: str, bias: Any, weight: Any) -> None:
+def check_bias(name: str, bias: Any, weight: object) -> None:
     """Raises ShapeError where a bias of the experts, an array of any framework, does not fit their weight."""
     shape = None if weight is None else experts_spec(weight).shape
     if bias is not None and (shape is None or tuple(bias.shape) != (shape[0], shape[2])):

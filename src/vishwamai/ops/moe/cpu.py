@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def _native(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
-def _result(operand: Any, requested: Any) -> Any:
+def _result(operand: DTypeLike, requested: DTypeLike) -> DTypeLike:
     """The dtype in which the kernel writes what is wanted as `requested`: the same where it can, else the one it
     computed in.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,10 @@ from vishwamai.core.types import AnyArray
 from vishwamai.ops.moe.gpu_arguments import Matrices, Strides
 from vishwamai.ops.moe.reference import gradients
 from vishwamai.ops.moe.spec import GroupedSpec, Operands, Outputs
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 
 ROWS_PRODUCT, WEIGHTS_PRODUCT, CAST = (
     gpu.TritonKernel("vishwamai.ops.moe.gpu_kernels", name) for name in ("rows_product", "weights_product", "cast")
@@ -165,7 +169,7 @@ def _precision(dtype: Any) -> str | None:
     return "tf32x3" if dtype.itemsize == 4 else None
 
 
-def _beyond(groups: int, first: Any) -> int:
+def _beyond(groups: int, first: object) -> int:
     """A power of two that leaves entries for the rows of no group: those after the last, and before the first."""
     return gpu.next_power_of_2(groups + (1 if first is None else 2))
 
@@ -187,7 +191,7 @@ def rows_product(
     lhs: AnyArray,
     operands: Operands,
     transpose: bool,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> AnyArray:
     """`[B, M, N]`: rows of lhs `[B, M, K]` times the matrices rhs `[B or 1, G, K, N]` (`[B or 1, G, N, K]` if
     `transpose`) of their groups.
@@ -278,7 +282,7 @@ def weights_product(spec: GroupedSpec, config: GroupedGpuConfig, operands: Opera
     return out
 
 
-def _cast(x: AnyArray, dtype: Any) -> AnyArray:
+def _cast(x: AnyArray, dtype: DTypeLike) -> AnyArray:
     if array_spec(x).dtype == dtype:
         return x
     size = math.prod(x.shape)

@@ -85,7 +85,7 @@ def moe_layer(
     expert_places: Int[Array, " experts"] | None = None,
     weight_inputs: bool = False,
     implementation: str | None = None,
-    config: Any = None,
+    config: object = None,
     **routing_options: Any,
 ) -> MoEOutput:
     """Mixture of experts: each token is sent to its best k of E gated feed-forward networks,

@@ -62,7 +62,7 @@ def layout(group_sizes: jax.Array, first_row: jax.Array | None, m: int, block: i
     return GroupBlocks(group.astype(jnp.int32), jnp.where(inside, row, m).astype(jnp.int32), place.astype(jnp.int32))
 
 
-def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int], total: Any) -> jax.Array:
+def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int], total: DTypeLike) -> jax.Array:
     return lax.dot_general(
         x, y, (((axes[0],), (axes[1],)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=total
     )
@@ -103,8 +103,8 @@ def product(
     *,
     transposed: bool,
     block_k: int,
-    total: Any,
-    out_dtype: Any,
+    total: DTypeLike,
+    out_dtype: DTypeLike,
 ) -> jax.Array:
     """`[M, N]` from lhs `[M, K]`, rhs `[G, K, N]` (`[G, N, K]` if transposed) and sizes `[G]`.
 
@@ -136,7 +136,7 @@ def product(
 
 
 def weight_gradient(
-    lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, first_row: jax.Array | None, *, total: Any
+    lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, first_row: jax.Array | None, *, total: DTypeLike
 ) -> jax.Array:
     """`[G, K, N]`: for each group the product of its rows, lhs `[M, K]` transposed with dout `[M, N]`."""
     groups, m = group_sizes.shape[0], lhs.shape[0]

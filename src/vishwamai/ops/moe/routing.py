@@ -227,7 +227,7 @@ def _among_close(logits: Any, top_k: int, margin: float) -> tuple[Any, Any]:
     return xp.concatenate(weights, 1), xp.concatenate(experts, 1)
 
 
-def _within_groups(preference: Any, num_groups: int, top_groups: int, best_count: int) -> Any:
+def _within_groups(preference: jax.Array, num_groups: int, top_groups: int, best_count: int) -> jax.Array:
     """-inf for experts outside the `top_groups` groups whose `best_count` best experts are best."""
     tokens, experts = preference.shape
     xp, grouped = namespace(preference), preference.reshape(tokens, num_groups, experts // num_groups)

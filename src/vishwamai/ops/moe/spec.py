@@ -73,7 +73,7 @@ class GroupedSpec(OpSpec):
     block_k: int = 0
     transpose_rhs: bool = False
 
-    def dims(self, kind: Any) -> Any:
+    def dims(self, kind: object) -> Any:
         """Of transposed matrices too."""
         declared = super().dims(kind)
         return operand_dims(self.transpose_rhs) if kind is Operands else declared

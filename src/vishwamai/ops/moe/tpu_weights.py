@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def _weights_kernel(
 
     @pl.when(jnp.logical_not(full))
     def _() -> None:
-        def piece(start_row: Any, rows: int, fresh: Any) -> None:
+        def piece(start_row: jax.Array | int, rows: int, fresh: jax.Array | int) -> None:
             begin = jnp.maximum(start, fresh) - start_row  # rows before `fresh` were counted in the piece before
             lhs, dout = (
                 lhs_ref[pl.ds(start_row, rows), :],

@@ -31,7 +31,7 @@ def layer_norm(
     *,
     eps: float = 1e-6,
     residual: None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows features"]: ...
 
@@ -44,7 +44,7 @@ def layer_norm(
     *,
     eps: float = 1e-6,
     residual: Float[Array, "*rows features"],
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*rows features"], Float[Array, "*rows features"]]: ...
 
@@ -57,7 +57,7 @@ def layer_norm(
     *,
     eps: float = 1e-6,
     residual: Float[Array, "*rows features"] | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any:
     """Layer normalization over the last axis, optionally of `x + residual`, in one pass over memory.
@@ -98,7 +98,7 @@ def rms_norm(
     eps: float = 1e-6,
     scale_offset: float = 0.0,
     residual: None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows features"]: ...
 
@@ -112,7 +112,7 @@ def rms_norm(
     eps: float = 1e-6,
     scale_offset: float = 0.0,
     residual: Float[Array, "*rows features"],
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*rows features"], Float[Array, "*rows features"]]: ...
 
@@ -126,7 +126,7 @@ def rms_norm(
     eps: float = 1e-6,
     scale_offset: float = 0.0,
     residual: Float[Array, "*rows features"] | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any:
     """Root-mean-square normalization over the last axis, optionally of `x + residual`, in one pass over memory.
@@ -150,7 +150,7 @@ def rms_norm(
     return _norm("rms", Operands(x, residual, scale, offset), eps, config, implementation)
 
 
-def _norm(kind: Kind, arrays: Operands, eps: float, config: Any, implementation: str | None) -> PyTree:
+def _norm(kind: Kind, arrays: Operands, eps: float, config: object, implementation: str | None) -> PyTree:
     arrays = as_arrays(f"{kind}_norm", arrays)
     spec = describe(array_specs(arrays), kind, eps)
     y, total = public_call(NORM, SIGNATURE, spec, arrays, config=config, implementation=implementation)

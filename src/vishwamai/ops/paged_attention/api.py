@@ -61,7 +61,7 @@ def ragged_paged_attention(
     max_q_len: int | None = None,
     return_lse: Literal[False] = False,
     out_dtype: Any = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads v_dim"]: ...
 
@@ -88,7 +88,7 @@ def ragged_paged_attention(
     max_q_len: int | None = None,
     return_lse: Literal[True],
     out_dtype: Any = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads v_dim"], Float[Array, "tokens heads"]]: ...
 
@@ -115,7 +115,7 @@ def ragged_paged_attention(
     max_q_len: int | None = None,
     return_lse: bool,
     out_dtype: Any = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any: ...
 
@@ -142,7 +142,7 @@ def ragged_paged_attention(
     max_q_len: int | None = None,
     return_lse: bool = False,
     out_dtype: Any = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any:
     """Causal attention of many sequences' latest tokens over keys and values that lie in pages: prefill, decoding or

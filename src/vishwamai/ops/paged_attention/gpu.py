@@ -167,7 +167,7 @@ def _attend(
 
 
 def _combine(
-    spec: PagedSpec, o: Operands, splits: int, slots: int, partial: Any, lse: Any, targets: Outputs
+    spec: PagedSpec, o: Operands, splits: int, slots: int, partial: object, lse: Any, targets: Outputs
 ) -> Outputs:
     """The outputs of the splits added up."""
     tile, splits_tile = gpu.next_power_of_2(spec.value_dim), gpu.next_power_of_2(splits)

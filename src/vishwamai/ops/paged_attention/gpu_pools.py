@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from vishwamai.core import gpu
 from vishwamai.core.qtensor import INT4
@@ -30,7 +29,9 @@ def _batch(x: AnyArray) -> int:
     return 0 if x is None else strides(x)[0]
 
 
-def pools_of(k_pages: AnyArray, v_pages: AnyArray, form: str, k_scale: object, v_scale: Any) -> tuple[Pool, Pool, int]:
+def pools_of(
+    k_pages: AnyArray, v_pages: AnyArray, form: str, k_scale: object, v_scale: object
+) -> tuple[Pool, Pool, int]:
     """The pools of keys and values, and where a head's values begin after its keys, for pages that have both."""
     k, step = strides(k_pages), 2 if form == "combined" else 1
     row = 0 if form == "latent" else k[3]

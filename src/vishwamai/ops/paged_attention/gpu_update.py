@@ -30,7 +30,7 @@ def why_not_put(pool: AnyArray, rows: AnyArray) -> str | None:
     return gpu.why_not()
 
 
-def put(pool: Any, rows: Any, page: Any, slot: AnyArray) -> Any:
+def put(pool: Any, rows: Any, page: object, slot: AnyArray) -> Any:
     """See `rows.put`; of numbers of 4 bits, which a scatter would write one by one, into bytes that two of them
     share.
     """
@@ -58,10 +58,10 @@ def update(
     page_indices: AnyArray,
     cu_q_lens: AnyArray,
     num_seqs: AnyArray,
-    k_scale: Any,
-    v_scale: Any,
+    k_scale: object,
+    v_scale: object,
     cos: Any = None,
-    sin: Any = None,
+    sin: object = None,
     interleaved: bool = False,
 ) -> None:
     """`update_pages` of torch tensors: the pools `[1, P, page, ...]` are changed in place, the other operands are

@@ -35,7 +35,7 @@ def check_rope_tables(name: str, key: AnyArray, rope_tables: object, interleaved
         )
 
 
-def rotated(key: Any, position: Any, rope_tables: Any, interleaved: bool, latent: bool) -> Any:
+def rotated(key: Any, position: object, rope_tables: Any, interleaved: bool, latent: bool) -> Any:
     """Keys turned by the angles of their positions: `apply_rope` of them, of JAX or torch.
 
     Args:
@@ -60,7 +60,7 @@ def rotated(key: Any, position: Any, rope_tables: Any, interleaved: bool, latent
     return xp.concatenate((key[..., :first], cast(turned, array_spec(key).dtype), key[..., first + turning :]), -1)
 
 
-def _joined(a: Any, b: Any, interleaved: bool) -> Any:
+def _joined(a: Any, b: object, interleaved: bool) -> Any:
     """`[..., 2 * pairs]` of the first and of the second halves of pairs, `[..., pairs]` each."""
     xp = namespace(a)
     if interleaved:

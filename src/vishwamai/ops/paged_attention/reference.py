@@ -151,8 +151,8 @@ def over_batches(function: Any, spec: PagedSpec, operands: Operands) -> Outputs:
     operands are not copied.
     """
 
-    def run(*operands: AnyArray) -> Any:
-        def entry(b: Any) -> Operands:
+    def run(*operands: AnyArray) -> Outputs:
+        def entry(b: int) -> Operands:
             return Operands(*(None if x is None else x[b if x.shape[0] > 1 else 0] for x in operands))
 
         batch = operands[0].shape[0]

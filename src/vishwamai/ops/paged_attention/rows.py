@@ -50,7 +50,7 @@ def _axes(rank: int) -> sharding.Axes:
     return sharding.Axes((pool, ("tokens", *row), ("tokens",), ("tokens",)), pool, frozenset(row))
 
 
-def _scatter(pool: Any, rows: Any, page: Any, slot: AnyArray) -> Any:
+def _scatter(pool: jax.Array, rows: jax.Array, page: jax.Array, slot: AnyArray) -> jax.Array:
     return pool.at[page, slot].set(rows, mode="drop")
 
 
@@ -63,7 +63,7 @@ def _whole_bytes(pool: AnyArray) -> bool:
     return math.prod(pool.shape[2:]) * bits(pool.dtype) % 8 == 0
 
 
-def _by(kernel: Callable[..., Any], rank: int) -> Any:
+def _by(kernel: Callable[..., object], rank: int) -> Any:
     """The kernel on each device's share of the columns, or the scatter where a share is not whole bytes."""
 
     def share(pool: AnyArray, *others: AnyArray) -> AnyArray:
@@ -77,7 +77,7 @@ def _put(pool: AnyArray, rows: AnyArray, page: AnyArray, slot: AnyArray) -> AnyA
     return _mapped(*sharding.match_varying((pool, rows, page, slot)))
 
 
-def _put_fwd(pool: Any, rows: Any, page: Any, slot: AnyArray) -> tuple[Any, Any]:
+def _put_fwd(pool: object, rows: object, page: jax.Array, slot: AnyArray) -> tuple[Any, Any]:
     return _put(pool, rows, page, slot), (page, slot)
 
 

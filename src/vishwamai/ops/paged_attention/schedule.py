@@ -8,7 +8,7 @@ that exist are walked.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
@@ -16,6 +16,9 @@ from vishwamai.core.arrays import namespace
 from vishwamai.core.spec import is_symbolic, static_size
 from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.paged_attention.spec import PagedSpec
+
+if TYPE_CHECKING:
+    import jax
 
 
 class Items(NamedTuple):
@@ -31,21 +34,21 @@ class Items(NamedTuple):
       count: number of items, a scalar.
     """
 
-    sequence: Any
-    token: Any
-    position: Any
-    first_page: Any
-    end: Any
-    queries: Any
-    count: Any
+    sequence: jax.Array
+    token: jax.Array
+    position: jax.Array
+    first_page: jax.Array
+    end: jax.Array
+    queries: jax.Array
+    count: jax.Array
 
 
 class Runs(NamedTuple):
     """Sequences' runs of queries, `[sequences]` int32 each."""
 
-    start: Any
-    length: Any
-    kv_len: Any
+    start: jax.Array
+    length: jax.Array
+    kv_len: jax.Array
 
 
 def runs(kv_lens: AnyArray, cu_q_lens: AnyArray, num_seqs: AnyArray) -> Runs:

@@ -104,7 +104,7 @@ class PagedSpec(OpSpec):
     max_q_len: int = 1
     return_lse: bool = False
 
-    def dims(self, kind: Any) -> Any:
+    def dims(self, kind: object) -> Any:
         """Of latent pages too, which have one row for each token."""
         declared = super().dims(kind)
         return (

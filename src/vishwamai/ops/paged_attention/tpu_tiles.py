@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -25,6 +25,10 @@ from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_long import rows, stored_heads, whole_queries
 from vishwamai.ops.paged_attention.tpu_refs import Shape
 from vishwamai.ops.paged_attention.tpu_words import heads_together, packing
+
+if TYPE_CHECKING:
+    from vishwamai.core.spec import ArraySpec
+
 
 _PAGE_DTYPES = frozenset(
     jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -128,7 +132,7 @@ def _vmem_bytes(spec: PagedSpec, shape: Shape) -> int:
     return buffers + row_blocks(spec, shape) * 2 * (sum(per_head) + per_head[0]) + scores + widened
 
 
-def _page_elements(spec: PagedSpec, pool: Any) -> int:
+def _page_elements(spec: PagedSpec, pool: ArraySpec) -> int:
     """Elements of one page in VMEM, its last two axes padded to tiles (short ones to a power of two rows)."""
     *leading, rows, dim = pool.shape[2:]
     tile = min(sublanes(pool.dtype), 1 << (rows - 1).bit_length())

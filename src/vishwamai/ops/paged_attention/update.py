@@ -156,7 +156,7 @@ def places(
 
 
 def stored_rows(
-    k_pages: AnyArray, v_pages: Any, key: AnyArray, value: AnyArray, k_scale: Any, v_scale: Any
+    k_pages: AnyArray, v_pages: object, key: AnyArray, value: AnyArray, k_scale: object, v_scale: object
 ) -> list[AnyArray]:
     """What each pool takes of new tokens, in its own form and dtype; arrays of JAX or torch."""
     dtype = array_spec(k_pages).dtype

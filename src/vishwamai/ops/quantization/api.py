@@ -103,7 +103,7 @@ def quantize(
 
 
 def check_quantize(
-    x: PyTree, name: str, axis: Any, block_size: Any, scale: str, percentile: float, rounding: str, key: Any
+    x: PyTree, name: str, axis: Any, block_size: Any, scale: str, percentile: float, rounding: str, key: object
 ) -> tuple[int | None, int | None]:
     """(axis counted from the end, block size) of `quantize`'s arguments; raises ShapeError."""
     if not jnp.issubdtype(x.dtype, jnp.floating):

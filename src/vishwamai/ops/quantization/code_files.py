@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -99,7 +98,7 @@ def load_codes(path: str | os.PathLike[str]) -> dict[str, CodeTensor]:
         return {name: tensor(name, entry) for name, entry in about.items()}
 
 
-def _checked(function: str, path: Any) -> str:
+def _checked(function: str, path: object) -> str:
     if not isinstance(path, (str, os.PathLike)) or not path:
         raise ShapeError(f"{function}: `path` is {described(path)}; pass the path of a file.")
     return os.fspath(path)

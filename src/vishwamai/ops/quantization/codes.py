@@ -41,7 +41,7 @@ def encoded(x: AnyArray, form: CodeFormat, axis: int | None, options: dict[str, 
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _encode(x: AnyArray, form: CodeFormat) -> tuple[Any, Any, Any]:
+def _encode(x: AnyArray, form: CodeFormat) -> tuple[AnyArray, AnyArray, AnyArray]:
     *lead, k, n = x.shape
     size = min(form.block_size or max(k, 1), max(k, 1))
     fill = ((0, 0),) * len(lead) + ((0, -k % size), (0, 0))

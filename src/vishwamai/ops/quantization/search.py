@@ -82,7 +82,7 @@ def searched(
         scale = jnp.where(square > 0, product / jnp.where(square > 0, square, 1), 0)
         return scale, product * scale
 
-    def trial(i: Any, best: tuple[Any, Any]) -> tuple[Any, Any]:
+    def trial(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         first, last = _SPANS[format]
         level = low * (first + (last - first) * i / (_TRIALS - 1))
         scale, gain = fitted(jnp.where(most == 0, 0, level / jnp.where(most == 0, 1, most)))
@@ -116,7 +116,7 @@ def _with_zeros(blocks: Any, weights: Any, present: Any, along: int, dtype: str,
     def divided(a: Any, b: Any) -> Any:
         return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
-    def numbers(scale: Any, zero: Any) -> Any:
+    def numbers(scale: object, zero: Any) -> Any:
         return jnp.clip(jnp.round(divided(blocks, scale) + zero), 0, levels)
 
     least = jnp.min(jnp.where(present, blocks, 0), axis=along, keepdims=True, initial=0)  # a zero point stands for 0

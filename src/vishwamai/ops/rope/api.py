@@ -50,7 +50,7 @@ def apply_rope(
     rotary_dim: int | None = None,
     interleaved: bool = False,
     layout: str = "bhsd",
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "batch heads seq head_dim"]: ...
 
@@ -66,7 +66,7 @@ def apply_rope(
     rotary_dim: int | None = None,
     interleaved: bool = False,
     layout: str = "bhsd",
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "batch heads seq head_dim"], Float[Array, "batch kv_heads seq head_dim"]]: ...
 
@@ -82,7 +82,7 @@ def apply_rope(
     rotary_dim: int | None = None,
     interleaved: bool = False,
     layout: str = "bhsd",
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Any:
     """Rotary position embedding of queries, or of queries and keys in one pass over memory.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -15,6 +15,7 @@ from vishwamai.ops.rope.spec import Operands, Outputs, RopeSpec
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 _NATIVE = tuple(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64))
 
@@ -33,7 +34,7 @@ def notes(spec: RopeSpec, target: Target) -> tuple[str, ...]:
     return (f"the tables are float64, so {spec.operands.query.dtype.name} arrays turn as float64 copies",)
 
 
-def _storage(spec: RopeSpec) -> Any:
+def _storage(spec: RopeSpec) -> np.dtype:
     """The dtype that the kernel works on: the arrays' own, or float64 beside float64 tables."""
     return spec.compute_dtype if spec.compute_dtype == jnp.float64 else spec.operands.query.dtype
 

@@ -80,14 +80,14 @@ def _strides(spec: RopeSpec, x: AnyArray) -> tuple[int, int, int]:
     return batch, head, position
 
 
-def _heads(spec: RopeSpec, x: AnyArray, out: Any, groups: int) -> Heads:
+def _heads(spec: RopeSpec, x: AnyArray, out: object, groups: int) -> Heads:
     """The heads of the query, or of the key where there is one."""
     if x is None:
         return Heads(0, 0, *(0,) * 6)
     return Heads(spec.heads(x), gpu.cdiv(spec.heads(x), groups), *_strides(spec, x), *_strides(spec, out))
 
 
-def _turn(spec: RopeSpec, config: RopeGpuConfig, arrays: Any, cos: Any, sin: Any, back: bool) -> list[Any]:
+def _turn(spec: RopeSpec, config: RopeGpuConfig, arrays: Any, cos: Any, sin: object, back: bool) -> list[Any]:
     query, key = arrays
     rows, heads = config.positions, spec.heads(query)
     groups, blocks = gpu.cdiv(heads, config.heads), gpu.cdiv(spec.positions, rows)

@@ -48,7 +48,7 @@ class RopeSpec(OpSpec):
     interleaved: bool = False
     layout: str = "bhsd"
 
-    def dims(self, kind: Any) -> Any:
+    def dims(self, kind: object) -> Any:
         """Of query and key as `layout` orders them."""
         declared = super().dims(kind)
         return declared if self.layout == "bhsd" else declared._replace(query=_BSHD, key=_BSHD)
@@ -74,7 +74,7 @@ class RopeSpec(OpSpec):
         """float32, or float64 where an operand is."""
         return accumulator_dtype(*(x.dtype for x in self.operands if x is not None))
 
-    def heads(self, x: Any) -> int:
+    def heads(self, x: ArraySpec) -> int:
         """Heads of the query or the key."""
         return x.shape[1 if self.layout == "bhsd" else 2]
 
@@ -107,7 +107,7 @@ class Cached(NamedTuple):
     positions: Annotated[AnyArray, "batch? seq"]  # three coordinates in front with `MRopeScaling`
 
 
-def _signature(heads: str, kind: Any, **more: str) -> Signature:
+def _signature(heads: str, kind: object, **more: str) -> Signature:
     return Signature(
         dims.declared(kind)._replace(query=heads, key=heads, **more),
         lambda spec: Outputs(heads, None if spec.operands.key is None else heads),

@@ -124,7 +124,7 @@ class RotaryCache:
         theta: float = DEFAULT_THETA,
         scaling: RopeScaling | Mapping[str, Any] | None = None,
         rotary_dim: int | None = None,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ):
         dtype = as_jax_dtype("RotaryCache", "dtype", dtype)
         scaling, rotary_dim, theta = check_frequencies("RotaryCache", head_dim, theta, scaling, rotary_dim)

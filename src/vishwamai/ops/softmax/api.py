@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -26,7 +26,7 @@ SOFTMAX: Op[SoftmaxSpec] = Op("softmax", (PALLAS_TPU, TRITON, NATIVE, XLA), spli
 
 @checked
 def softmax(
-    x: Float[Array, "*axes"], *, axis: int = -1, config: Any = None, implementation: str | None = None
+    x: Float[Array, "*axes"], *, axis: int = -1, config: object = None, implementation: str | None = None
 ) -> Float[Array, "*axes"]:
     """Softmax along one axis, in one pass over memory: `exp(x - max(x)) / sum(exp(x - max(x)))`.
 
@@ -55,7 +55,7 @@ def softmax(
 
 @checked
 def log_softmax(
-    x: Float[Array, "*axes"], *, axis: int = -1, config: Any = None, implementation: str | None = None
+    x: Float[Array, "*axes"], *, axis: int = -1, config: object = None, implementation: str | None = None
 ) -> Float[Array, "*axes"]:
     """Logarithm of the softmax along one axis, in one pass over memory: `x - max(x) - log(sum(exp(x - max(x))))`.
 

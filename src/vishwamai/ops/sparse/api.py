@@ -40,7 +40,7 @@ def block_sparse_matmul(
     shape: tuple[int, int] | None = None,
     transpose: bool = False,
     precision: str | PrecisionConfig | jax.lax.Precision | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch columns"]:
     """`dense @ S`, where S is zero except for the blocks `values` at `indices`; work and memory are those of the blocks

@@ -167,7 +167,7 @@ def _precision(dtype: Any) -> str | None:
     return "tf32x3" if dtype.itemsize == 4 else None
 
 
-def values_gradient(spec: SparseSpec, config: SparseGpuConfig, left: Any, right: Any, indices: Any) -> Any:
+def values_gradient(spec: SparseSpec, config: SparseGpuConfig, left: Any, right: object, indices: Any) -> Any:
     """`[G or 1, blocks, block_rows, block_columns]` from left `[G, M, rows]` and right `[G, M, columns]`."""
     values = spec.operands.values
     groups, m = left.shape[:2]

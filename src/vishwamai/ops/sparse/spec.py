@@ -113,7 +113,7 @@ def static(x: AnyArray) -> np.ndarray | None:
 
 
 def make_spec(
-    dense: AnyArray, values: AnyArray, indices: AnyArray, shape: Any, transpose: bool, precision: str
+    dense: AnyArray, values: AnyArray, indices: AnyArray, shape: object, transpose: bool, precision: str
 ) -> SparseSpec:
     """Checks the caller's arguments (`dense` of any rank, `values` `[blocks, rows, columns]`, `indices` `[blocks, 2]`).
 

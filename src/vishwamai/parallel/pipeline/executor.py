@@ -152,7 +152,7 @@ def pipelined_loss(
         return value, (of_params, of_loss, of_inputs.reshape(inputs.shape))
 
     @jax.custom_vjp
-    def f(params: PyTree, loss_params: PyTree, inputs: Any, targets: PyTree) -> Any:
+    def f(params: PyTree, loss_params: PyTree, inputs: object, targets: PyTree) -> Any:
         return compute(params, loss_params, inputs, targets)[0]
 
     def backward(gradients: tuple[PyTree, PyTree, Any], ct: Any) -> tuple[PyTree, PyTree, Any, None]:

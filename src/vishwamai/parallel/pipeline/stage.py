@@ -87,7 +87,7 @@ def run_stage(
     ticks: Ticks,
     axis: str,
     params: PyTree,
-    table: Any,
+    table: object,
     extras: PyTree = (),
     gradients: bool = True,
     sees: bool = False,
@@ -204,7 +204,7 @@ def run_stage(
         gradients = split.weight_gradient(local_rows(row), saved, between, *also(row))
         chunk = row["chunk"]
 
-        def joined(total: Any, new: Any, most: bool) -> Any:
+        def joined(total: Any, new: object, most: bool) -> Any:
             return total.at[chunk].max(new) if most else total.at[chunk].add(new)
 
         return state | {"params": jax.tree.map(joined, state["params"], gradients, largest)}

@@ -134,7 +134,7 @@ def _root(variable: Any, producers: dict[int, Any]) -> Any:
         variable = source
 
 
-def _nbytes(aval: Any) -> int:
+def _nbytes(aval: object) -> int:
     """Bytes of the device's memory."""
     return 0 if getattr(aval, "memory_space", None) is jax.memory.Space.Host else _size(aval)
 

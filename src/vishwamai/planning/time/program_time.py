@@ -173,7 +173,9 @@ def _digest(scalars: ScalarOperands) -> str:
     return f"-{hashlib.sha256(json.dumps(sorted(tables)).encode()).hexdigest()[:16]}"
 
 
-def written_time(directory: pathlib.Path, target: str, devices: Sequence[Any], memory: Mapping[str, int]) -> StepTime:
+def written_time(
+    directory: pathlib.Path, target: str, devices: Sequence[object], memory: Mapping[str, int]
+) -> StepTime:
     """The time of a program that another process compiled for a target.
 
     Args:
@@ -192,7 +194,7 @@ def written_time(directory: pathlib.Path, target: str, devices: Sequence[Any], m
 def _follow(
     directory: pathlib.Path,
     target: str,
-    devices: Sequence[Any],
+    devices: Sequence[object],
     scalars: ScalarOperands | None = None,
     ticks: np.ndarray | None = None,
 ) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ from vishwamai.training.pipeline.stages import Stages
 from vishwamai.training.preferences import answer_logprobs
 from vishwamai.training.remat import layer_wrapper
 from vishwamai.training.sharding import PIPELINE
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +128,7 @@ class PipelinedLoss:
         sums = {"load_balance": batch["number"] * balance, "router_z": batch["number"] * z, EXPERT_COUNTS: counts}
         return y, jax.lax.stop_gradient(sums)
 
-    def loss(self, params: PyTree, y: Any, batch: dict[str, Any]) -> tuple[Any, PyTree]:
+    def loss(self, params: PyTree, y: object, batch: dict[str, Any]) -> tuple[Any, PyTree]:
         """The loss of the last part's output, and its sums."""
         hidden, head = self._end(params, y)
         return head_loss(self.config, self.section, self.beta, hidden, head, batch, self.axes)
@@ -185,7 +188,7 @@ def pipelined(
     of_experts = {} if REFERENCE in batch else {"number": number, "weight": number * scale}
     params = params if loss.attach is None else loss.attach(params)
 
-    def scaled(p: PyTree, y: AnyArray, m: Any) -> tuple[Any, PyTree]:
+    def scaled(p: PyTree, y: AnyArray, m: object) -> tuple[Any, PyTree]:
         total, sums = loss.loss(p, y, _microbatch(parts, m))
         return total * scale, sums
 
@@ -293,7 +296,7 @@ def _through(
     if not loss.config.tie_embeddings:
         del last["embed"]
 
-    def left(total: PyTree, m: Any, dx: Any) -> PyTree:
+    def left(total: PyTree, m: Any, dx: object) -> PyTree:
         _, pull = jax.vjp(lambda p: loss.embed(p, tokens[m]), first)
         return jax.tree.map(lambda entry, g: entry + g.astype(entry.dtype), total, pull(dx)[0])
 

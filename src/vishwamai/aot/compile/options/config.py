@@ -129,11 +129,11 @@ def option_text(value: bool | int | float | str) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _refuse(name: str, value: Any, words: str) -> ConfigError:
+def _refuse(name: str, value: object, words: str) -> ConfigError:
     return ConfigError(f"configure_runtime_options: `{name}` is {described(value)}; {words}")
 
 
-def _check_type(name: str, value: Any, kind: str, choices: tuple[str, ...] = (), least: int | None = None) -> None:
+def _check_type(name: str, value: object, kind: str, choices: tuple[str, ...] = (), least: int | None = None) -> None:
     """Raises ConfigError where a value is not of a kind."""
     if kind == "anything":
         raise _refuse(name, value, "it takes any text, which nothing can check, so set it in the environment yourself.")

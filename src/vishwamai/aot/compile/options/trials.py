@@ -67,7 +67,7 @@ def _option(name: str, value: str) -> dict[str, Any]:
     return answer | {"refused": _refusal({name: value})}
 
 
-def _setting(name: str, value: Any) -> dict[str, Any]:
+def _setting(name: str, value: object) -> dict[str, Any]:
     """Why JAX refuses the value of a config option, or None; the value is put back."""
     before = jax.config.values[name]
     if isinstance(before, bool) and not isinstance(value, bool):

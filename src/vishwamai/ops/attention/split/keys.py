@@ -22,7 +22,7 @@ from vishwamai.ops.attention.op import ATTENTION
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 
-def merged_over(axes: Any, out: Any, lse: Any, sinks: AnyArray = None) -> tuple[Any, Any]:
+def merged_over(axes: object, out: Any, lse: Any, sinks: AnyArray = None) -> tuple[Any, Any]:
     """(out, logsumexp) over the keys of all devices of `axes`, from those over each device's own; inside `shard_map`.
 
     Args:
@@ -49,7 +49,7 @@ def merged_over(axes: Any, out: Any, lse: Any, sinks: AnyArray = None) -> tuple[
 
 
 def attend_keys(
-    axes: Any, spec: AttentionSpec, operands: Operands, *, config: Any = None, implementation: str | None = None
+    axes: object, spec: AttentionSpec, operands: Operands, *, config: object = None, implementation: str | None = None
 ) -> Outputs:
     """Output and logsumexp over the keys of all devices of `axes`, the same on each; inside `shard_map`.
 

@@ -23,6 +23,7 @@ from vishwamai.core.precision import resolve_precision
 from vishwamai.core.sharding import mesh_axis_size
 from vishwamai.core.signature import array_specs, as_arrays
 from vishwamai.core.spec import ArraySpec
+from vishwamai.core.types import PyTree
 from vishwamai.ops.attention.checks import Options, check_dropout_key, make_spec, segment_pair
 from vishwamai.ops.attention.reference import XLA
 from vishwamai.ops.attention.spec import SIGNATURE, Operands
@@ -55,9 +56,9 @@ def ring_attention(
     dropout_key: Key[Array, ""] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
-) -> Any:
+) -> PyTree:
     """`flash_attention` of a sequence that is split over the mesh axis `axis`; for use inside `shard_map`.
 
     Memory and transfers of a device are linear in its own part of the sequence. Differentiable once.
@@ -155,7 +156,7 @@ def ring_attention(
     return (out, outputs.logsumexp) if return_lse else out
 
 
-def _of_one_hop(arrays: Any, size: int) -> Any:
+def _of_one_hop(arrays: Any, size: int) -> PyTree:
     """The arrays' specs, where `bias` and `mask` have the keys of one device."""
     for name in ("bias", "mask"):
         x = getattr(arrays, name)

@@ -31,7 +31,7 @@ def ring(
     operands: Operands,
     *,
     zigzag: bool = False,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Outputs:
     """Output and logsumexp of this device's queries over the keys of all devices of `axes`; inside `shard_map`.
@@ -52,7 +52,7 @@ def _hop(ring: Ring, part: Part, operands: Operands) -> Outputs:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _hop_gradients(ring: Ring, part: Part, operands: Operands, rest: Any) -> Operands:
+def _hop_gradients(ring: Ring, part: Part, operands: Operands, rest: PyTree) -> Operands:
     """The gradients of one hop: the kernels' own backward pass, with the output and the logsumexp of all hops."""
     out, logsumexp, dout, dlse = rest
     named = ring.implementation or current_config().implementation
@@ -87,10 +87,10 @@ def _attend(ring: Ring, operands: Operands) -> Outputs:
 def _forward(ring: Ring, operands: Operands) -> tuple[Outputs, Any]:
     keys = tuple(getattr(operands, name) for name in TRAVEL)
     reach = reach_of(ring, operands)
-    total: Any = None
+    total: PyTree = None
     for i, step in enumerate(ring.steps):
 
-        def add(part: Part, total: Any, operands: Operands, keys: Any, step: int = step) -> Any:
+        def add(part: Part, total: PyTree, operands: Operands, keys: object, step: int = step) -> PyTree:
             for piece in ring.pieces(part):
                 partial = _hop(ring, piece, ring.operands(operands, keys, step, piece))
                 if total is None and piece.rows is None:
@@ -101,7 +101,7 @@ def _forward(ring: Ring, operands: Operands) -> tuple[Outputs, Any]:
                     )
             return total
 
-        def hop(total: Any, keys: Any, i: int = i, step: int = step, add: Any = add) -> Any:
+        def hop(total: object, keys: object, i: int = i, step: int = step, add: Any = add) -> PyTree:
             following = ring.next_keys(keys, i)  # asked for before the products that hide it
             return reach.seen(i, functools.partial(ring.by_place, step, add), total, operands, keys), following
 
@@ -110,7 +110,7 @@ def _forward(ring: Ring, operands: Operands) -> tuple[Outputs, Any]:
     return result, (operands, result)
 
 
-def _nothing(ring: Ring, operands: Operands, partial: Outputs) -> tuple[Any, Any]:
+def _nothing(ring: Ring, operands: Operands, partial: Outputs) -> tuple[PyTree, PyTree]:
     """The attention over no keys, of all rows; `partial` is of some."""
     assert partial.logsumexp is not None
     shape, wide = operands.query.shape[:3], partial.logsumexp.dtype
@@ -118,7 +118,7 @@ def _nothing(ring: Ring, operands: Operands, partial: Outputs) -> tuple[Any, Any
     return match_varying((nothing, partial))[0]
 
 
-def _merge(total: tuple[Any, Any], partial: tuple[Any, Any], rows: int | None) -> tuple[Any, Any]:
+def _merge(total: tuple[Any, Any], partial: tuple[Any, Any], rows: int | None) -> tuple[PyTree, PyTree]:
     """The attention over two sets of keys; the sum so far has the dtype to sum in. `rows` is the half of its rows that
     the second one has.
     """
@@ -138,7 +138,7 @@ def _backward(ring: Ring, saved: PyTree, cotangents: PyTree) -> tuple[Operands]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients(ring: Ring, operands: Operands, rest: Any) -> Operands:
+def _gradients(ring: Ring, operands: Operands, rest: PyTree) -> Operands:
     """The gradients of a device's operands. Those of keys and values travel with them."""
     length, wide = ring.spec.kv_len, rest[1].dtype
     keys = tuple(getattr(operands, name) for name in TRAVEL)
@@ -152,21 +152,21 @@ def _gradients(ring: Ring, operands: Operands, rest: Any) -> Operands:
     reach, stay, travel = reach_of(ring, operands), zeros, nothing
     for i, step in enumerate(ring.steps):
 
-        def add(part: Part, sums: Any, operands: Operands, rest: Any, keys: Any, step: int = step) -> Any:
+        def add(part: Part, sums: Any, operands: Operands, rest: PyTree, keys: object, step: int = step) -> PyTree:
             source = (jax.lax.axis_index(ring.axes) - step) % ring.size * length
             for piece in ring.pieces(part):
                 rows = piece.rows
                 of_rows = rest if rows is None else tuple(jnp.split(x, 2, 2)[rows] for x in rest)
                 gradients = _hop_gradients(ring, piece, ring.operands(operands, keys, step, piece), of_rows)
 
-                def placed(name: str, x: AnyArray, gradients: PyTree = gradients, piece: Part = piece) -> Any:
+                def placed(name: str, x: AnyArray, gradients: PyTree = gradients, piece: Part = piece) -> PyTree:
                     y = getattr(gradients, name)
                     return x if y is None else ring.place(name, x, y, piece, source if name == "bias" else 0)
 
                 sums = tuple({name: placed(name, x) for name, x in xs.items()} for xs in sums)
             return sums
 
-        def hop(stay: Any, travel: Any, keys: Any, i: int = i, step: int = step, add: Any = add) -> Any:
+        def hop(stay: Any, travel: Any, keys: object, i: int = i, step: int = step, add: Any = add) -> PyTree:
             # What travels, with the keys, arrives while the hop is computed, and is added to after it.
             travel = ring.shift(travel, step - ring.steps[i - 1]) if i else travel
             following = ring.next_keys(keys, i)
@@ -183,11 +183,11 @@ def _gradients(ring: Ring, operands: Operands, rest: Any) -> Operands:
     )
 
 
-def _once(ring: Ring, operands: Operands, rest: Any) -> Any:
+def _once(ring: Ring, operands: Operands, rest: object) -> PyTree:
     return _gradients(ring, operands, rest), None
 
 
-def _twice(ring: Ring, saved: PyTree, cotangents: PyTree) -> Any:
+def _twice(ring: Ring, saved: PyTree, cotangents: PyTree) -> PyTree:
     raise UnsupportedError(
         "attention over a split sequence is differentiable once, because a hop's gradients are of the logsumexp of all "
         "hops; for a second derivative gather the sequence: jax.sharding.reshard(x, jax.P()) on explicit axes, "

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core import dims, dropout
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.block_mask import WHOLE, BlockMask
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 
@@ -59,7 +59,7 @@ class Ring:
     size: int
     spec: AttentionSpec
     zigzag: bool
-    config: Any
+    config: object
     implementation: str | None
 
     def parts(self, step: int) -> tuple[Part | None, ...]:
@@ -111,7 +111,7 @@ class Ring:
         quarters = [(row, column) for row in rows for column in columns if not (part.causal and row < column)]
         return [Part(part.causal and r == c, rows=r, columns=c) for r, c in quarters]
 
-    def start(self, device: Any, half: int | None, length: int) -> Any:
+    def start(self, device: Any, half: int | None, length: int) -> PyTree:
         """Where a device's rows or keys begin in the whole sequence, or a half of them in zig-zag order."""
         if not self.zigzag or half is None:
             return device * length
@@ -134,7 +134,7 @@ class Ring:
             later = {(j - way) % self.size for j in devices[-1]}
         return devices[::-1]
 
-    def shift(self, arrays: Any, way: int, holders: Any = None) -> Any:
+    def shift(self, arrays: object, way: int, holders: Any = None) -> PyTree:
         """Every array from the device `way` places before, to those of `holders`."""
         if way % self.size == 0:
             return arrays
@@ -143,7 +143,7 @@ class Ring:
         pairs = [(index[(j - way) % self.size], index[j]) for j in to]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, pairs), arrays)
 
-    def next_keys(self, keys: Any, i: int) -> Any:
+    def next_keys(self, keys: object, i: int) -> PyTree:
         """The keys of the hop after the i-th of `steps`; after the last one those that are there."""
         if i + 1 == len(self.steps):
             return keys
@@ -169,7 +169,7 @@ class Ring:
             arrays = arrays._replace(dropout_seed=dropout.offset_seeds(local.dropout_seed, rows, columns))
         return type(arrays)(*(self.cut(name, x, part) for name, x in arrays._asdict().items()))
 
-    def cut(self, name: str, x: AnyArray, part: Part) -> Any:
+    def cut(self, name: str, x: AnyArray, part: Part) -> PyTree:
         """The halves of an operand that the part has."""
         for word, half, length in self._halves(part):
             axis = _axis(name, word)
@@ -177,7 +177,7 @@ class Ring:
                 x = jax.lax.slice_in_dim(x, half * length // 2, (half + 1) * length // 2, axis=axis)
         return x
 
-    def place(self, name: str, total: Any, x: AnyArray, part: Part, start: Any = 0) -> Any:
+    def place(self, name: str, total: Any, x: AnyArray, part: Part, start: Any = 0) -> PyTree:
         """`total` plus `x`, where the part cut it from; `start` is its first key in `total`."""
         starts: list[Any] = [0] * total.ndim
         columns = _axis(name, "kv_len")
@@ -197,12 +197,12 @@ class Ring:
         halves = (("q_len", part.rows, self.spec.q_len), ("kv_len", part.columns, self.spec.kv_len))
         return [(word, half, length) for word, half, length in halves if half is not None]
 
-    def by_place(self, step: int, run: Any, *values: Any) -> Any:
+    def by_place(self, step: int, run: Any, *values: Any) -> PyTree:
         """`run(part, *values)` for the part that this device has in a hop; where it has none, the first value."""
         parts = self.parts(step)
         kinds = list(dict.fromkeys(parts))
 
-        def branch(part: Part | None) -> Any:
+        def branch(part: Part | None) -> PyTree:
             return (lambda *values: values[0]) if part is None else functools.partial(run, part)
 
         if len(kinds) == 1:

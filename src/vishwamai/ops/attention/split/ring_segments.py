@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.sharding import varying_axes
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.spec import Operands
 from vishwamai.ops.attention.split.ring_plan import Ring
 
@@ -30,7 +30,7 @@ class Reach(NamedTuple):
     sees: Any = None
     last: Any = None
 
-    def hop(self, i: int, make: Callable[..., object], *state: object) -> Any:
+    def hop(self, i: int, make: Callable[..., object], *state: object) -> PyTree:
         """`make(*state)`, or the state as it is where hop `i` is not made. The first one always is: sinks enter in
         it.
         """
@@ -38,13 +38,13 @@ class Reach(NamedTuple):
             return make(*state)
         return jax.lax.cond(self.last >= i, make, lambda *state: state, *state)
 
-    def seen(self, i: int, compute: Callable[..., object], *values: Any) -> Any:
+    def seen(self, i: int, compute: Callable[..., object], *values: Any) -> PyTree:
         """`compute(*values)`, or the first value where this device sees nothing in hop `i`."""
         if i == 0 or self.sees is None:
             return compute(*values)
         return jax.lax.cond(self.sees[i], compute, lambda *values: values[0], *values)
 
-    def at_last(self, ways: Sequence[Callable[[Any], object]], x: AnyArray) -> Any:
+    def at_last(self, ways: Sequence[Callable[[Any], object]], x: AnyArray) -> PyTree:
         """The way of the last hop that was made, one of those for each hop."""
         return ways[-1](x) if self.last is None else jax.lax.switch(self.last, ways, x)
 
@@ -69,7 +69,7 @@ def reach_of(ring: Ring, operands: Operands) -> Reach:
     return Reach(sees, jax.lax.pmax(last, _everyone(ring, operands.q_segment_ids)))
 
 
-def _ranges(ids: Any, halves: int) -> Any:
+def _ranges(ids: Any, halves: int) -> PyTree:
     """`[2, halves, batch]`, the smallest and the largest id of each half."""
     limits = jnp.iinfo(ids.dtype)
     parts = jnp.split(ids, halves, axis=1)

@@ -33,7 +33,7 @@ _SPLIT = "sequence"
 
 
 def attend_split(
-    spec: AttentionSpec, signature: Signature, arrays: Operands, *, config: Any, implementation: str | None
+    spec: AttentionSpec, signature: Signature, arrays: Operands, *, config: object, implementation: str | None
 ) -> Outputs | None:
     """The op's outputs in the caller's layout, of arrays whose sequences stay split; None where key and value are not
     split along theirs by the same mesh axes, the query is split by others, or they have to be gathered.
@@ -195,7 +195,7 @@ def _way(spec: AttentionSpec, mesh: Any, over: tuple[str, ...], implementation: 
     return "ulysses", f"{_SAID['ulysses']}, because a ring declines: {reasons['ring']}"
 
 
-def _of_two(mesh: Any, over: tuple[str, ...]) -> tuple[AxisLinks, AxisLinks] | None:
+def _of_two(mesh: object, over: tuple[str, ...]) -> tuple[AxisLinks, AxisLinks] | None:
     """The links of the axes of a ring and of the last axis, which exchanges heads; None for one axis, or where they are
     not known.
     """

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.attention.spec import AttentionSpec, Operands
 
 
@@ -35,17 +34,17 @@ def exchange(axes: object, operands: Operands) -> Operands:
     # The devices divide the query heads, and so does kv_heads: their least common multiple does, too.
     copies = math.lcm(kv_heads, size) // kv_heads
 
-    def swapped(x: AnyArray) -> Any:
+    def swapped(x: AnyArray) -> PyTree:
         return jax.lax.all_to_all(x, axes, split_axis=1, concat_axis=2, tiled=True)
 
-    def share(x: AnyArray) -> Any:
+    def share(x: AnyArray) -> PyTree:
         """This device's heads."""
         if x is None or x.shape[1] == 1:
             return x
         count = x.shape[1] // size
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * count, count, 1)
 
-    def rows(x: AnyArray) -> Any:
+    def rows(x: AnyArray) -> PyTree:
         if x is None or x.shape[2] == 1:
             return share(x)
         return _gathered(axes, x, 2) if x.shape[1] == 1 else swapped(x)
@@ -79,16 +78,16 @@ def gathered(axes: object, operands: Operands) -> Operands:
     return operands._replace(**arrays, **{name: _gathered(axes, getattr(operands, name), 1) for name in lines})
 
 
-def own_rows(axes: object, x: AnyArray) -> Any:
+def own_rows(axes: object, x: AnyArray) -> PyTree:
     """This device's rows of a result `[batch, heads, q_len, ...]` that every device has whole."""
     rows = x.shape[2] // jax.lax.axis_size(axes)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * rows, rows, 2)
 
 
-def _gathered(axes: object, x: AnyArray, axis: int) -> Any:
+def _gathered(axes: object, x: AnyArray, axis: int) -> PyTree:
     return None if x is None else jax.lax.all_gather(x, axes, axis=axis, tiled=True)
 
 
-def restored(axes: object, x: AnyArray) -> Any:
+def restored(axes: object, x: AnyArray) -> PyTree:
     """A result `[batch, heads, q_len, ...]` of the whole sequence, back to this device's part with all heads."""
     return jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)

@@ -42,7 +42,7 @@ def all_to_all_grouped_gemm(
     out_dtype: Any = None,
     overlap: bool | None = None,
     links: AxisLinks | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> tuple[Any, Any]:
     """`grouped_gemm` of the rows that all devices of the mesh axis `axis` have for this device's experts; for use
@@ -107,7 +107,7 @@ def grouped_gemm_all_to_all(
     out_dtype: Any = None,
     overlap: bool | None = None,
     links: AxisLinks | None = None,
-    config: Any = None,
+    config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "devices room columns"]:
     """`grouped_gemm` of the rows that came from all devices of the mesh axis `axis`, and the way back of the results;

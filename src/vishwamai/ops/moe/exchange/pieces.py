@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,10 @@ from vishwamai.ops.moe.api import grouped_gemm
 from vishwamai.ops.moe.dispatch import permute, unpermute
 from vishwamai.ops.moe.exchange.transport import by_expert
 
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+
 Weights = tuple[tuple[object, object], ...]
 """Pairs (matrices `[experts, in, out]`, bias `[experts, out]` or None) that multiply the same rows."""
 
@@ -46,7 +50,7 @@ class Pieces:
 
     axis: str
     size: int
-    config: Any = None
+    config: object = None
     implementation: str | None = None
     out_dtype: Any = None
 
@@ -60,11 +64,11 @@ class Pieces:
         steps = [way * step for step in range(1, self.size // 2 + 1) for way in (1, -1)]
         return (0, *steps[: self.size - 1])  # an even number of devices: the opposite one is met once
 
-    def products(self, rows: Any, weights: Weights, sizes: Any) -> tuple[Any, ...]:
+    def products(self, rows: Any, weights: Weights, sizes: jax.Array) -> tuple[Any, ...]:
         """The grouped product with each pair of `weights`."""
         return grouped_products(rows, weights, sizes, self.config, self.implementation, self.out_dtype)
 
-    def sent(self, x: AnyArray, distance: int) -> Any:
+    def sent(self, x: AnyArray, distance: int) -> jax.Array:
         """Of `[size, ...]`, the part for the device `distance` places on travels there; its like comes from the device
         as far before.
         """
@@ -76,15 +80,15 @@ class Pieces:
             return piece
         return jax.lax.ppermute(piece, self.axis, [(i, (i + distance) % self.size) for i in range(self.size)])
 
-    def owner(self, distance: int) -> Any:
+    def owner(self, distance: int) -> jax.Array:
         """The place of the device `distance` places on."""
         return (jax.lax.axis_index(self.axis) + distance) % self.size
 
-    def cut(self, x: AnyArray) -> tuple[Any, ...]:
+    def cut(self, x: AnyArray) -> tuple[jax.Array, jax.Array]:
         """The parts of `[size, ...]` that belong to the devices before this one, in the order of `distances`."""
         return tuple(jax.lax.dynamic_index_in_dim(x, self.owner(-d), 0, keepdims=False) for d in self.distances)
 
-    def joined(self, pieces: Iterable[Any], way: int) -> Any:
+    def joined(self, pieces: Iterable[Any], way: int) -> jax.Array:
         """`[size, ...]` of pieces in the order of `distances`: each at the place of the device so far on (`way=1`) or
         before (`way=-1`).
         """
@@ -97,7 +101,12 @@ class Pieces:
 
 
 def grouped_products(
-    rows: AnyArray, weights: Weights, sizes: AnyArray, config: Any, implementation: str | None, out_dtype: Any = None
+    rows: AnyArray,
+    weights: Weights,
+    sizes: AnyArray,
+    config: object,
+    implementation: str | None,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[AnyArray, ...]:
     """The grouped product of the same rows with each pair of `weights`, and the bias of each row's group. A `Weight`
     multiplies by its own rule, whatever the options say.
@@ -119,7 +128,7 @@ def _of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Array:
     return jnp.take(bias, group, axis=0, mode="fill", fill_value=0)
 
 
-def arrive(pieces: Pieces, rows: Any, weights: Weights, arriving: Any) -> list[tuple[Any, ...]]:
+def arrive(pieces: Pieces, rows: jax.Array, weights: Weights, arriving: Any) -> list[tuple[Any, ...]]:
     """The products of the rows that all devices have for this one.
 
     Args:
@@ -133,7 +142,7 @@ def arrive(pieces: Pieces, rows: Any, weights: Weights, arriving: Any) -> list[t
     return list((_arrived if _quantized(weights) else _arrive)(pieces, rows, weights, sizes))
 
 
-def depart(pieces: Pieces, rows: Iterable[Any], weights: Weights, arriving: Any) -> Any:
+def depart(pieces: Pieces, rows: Sequence[jax.Array], weights: Weights, arriving: Any) -> jax.Array:
     """The products of this device's rows go back to where the rows came from.
 
     Args:
@@ -161,7 +170,9 @@ def there_and_back(
     return depart(pieces, hidden, last, arriving)
 
 
-def there_and_back_over_two(axes: tuple[str, ...], pieces: Pieces, rows: Any, arriving: Any, **experts: Any) -> Any:
+def there_and_back_over_two(
+    axes: tuple[str, ...], pieces: Pieces, rows: jax.Array, arriving: jax.Array, **experts: Any
+) -> jax.Array:
     """`there_and_back` over the axes (outer, inner), of which `pieces` has the outer one: rows are exchanged within the
     inner one, sorted by expert, and then travel in pieces.
     """
@@ -172,7 +183,7 @@ def there_and_back_over_two(axes: tuple[str, ...], pieces: Pieces, rows: Any, ar
         arriving, outer, 0, 0
     )  # rows that this device passes on, by the one within that has them
 
-    def exchanged(x: AnyArray) -> Any:
+    def exchanged(x: AnyArray) -> jax.Array:
         return jax.lax.all_to_all(x.reshape(*sizes, room, -1), inner, 1, 1)
 
     choice, place, _ = jax.vmap(functools.partial(by_expert, room=room))(counts)
@@ -187,11 +198,11 @@ def _quantized(weights: Weights) -> bool:
     return any(isinstance(rhs, (QTensor, PackedQTensor)) for rhs, _ in weights)
 
 
-def _arrived(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> Any:
+def _arrived(pieces: Pieces, rows: object, weights: Weights, sizes: PyTree) -> PyTree:
     return tuple(pieces.products(pieces.sent(rows, d), weights, n) for d, n in zip(pieces.distances, sizes))
 
 
-def _departed(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> Any:
+def _departed(pieces: Pieces, rows: PyTree, weights: Weights, sizes: PyTree) -> jax.Array:
     results = [pieces.products(x, weights, n)[0] for x, n in zip(rows, sizes, strict=True)]
     return pieces.joined((pieces.shift(y, -d) for d, y in zip(pieces.distances, results)), 1)
 
@@ -200,17 +211,17 @@ _arrive = jax.custom_vjp(_arrived, nondiff_argnums=(0,))
 _depart = jax.custom_vjp(_departed, nondiff_argnums=(0,))
 
 
-def _arrive_forward(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> tuple[Any, Any]:
+def _arrive_forward(pieces: Pieces, rows: jax.Array, weights: Weights, sizes: PyTree) -> tuple[PyTree, PyTree]:
     came = tuple(pieces.sent(rows, d) for d in pieces.distances)  # kept: the weights' gradient reads them
     return tuple(pieces.products(x, weights, n) for x, n in zip(came, sizes)), (came, weights, sizes)
 
 
-def _depart_forward(pieces: Pieces, rows: Any, weights: Weights, sizes: Any) -> tuple[Any, Any]:
+def _depart_forward(pieces: Pieces, rows: PyTree, weights: Weights, sizes: PyTree) -> tuple[PyTree, PyTree]:
     return _departed(pieces, rows, weights, sizes), (rows, weights, sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _arrive_gradients(pieces: Pieces, saved: PyTree, dz: Any) -> tuple[Any, Any]:
+def _arrive_gradients(pieces: Pieces, saved: PyTree, dz: PyTree) -> tuple[PyTree, PyTree]:
     came, weights, sizes = saved
     back = (_rows_gradient(pieces, x, weights, n, gradient) for x, n, gradient in zip(came, sizes, dz, strict=True))
     d_rows = pieces.joined((pieces.shift(dx, -d) for d, dx in zip(pieces.distances, back)), 1)
@@ -218,23 +229,23 @@ def _arrive_gradients(pieces: Pieces, saved: PyTree, dz: Any) -> tuple[Any, Any]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _depart_gradients(pieces: Pieces, saved: PyTree, d_out: Any) -> tuple[Any, Any]:
+def _depart_gradients(pieces: Pieces, saved: PyTree, d_out: jax.Array) -> tuple[PyTree, PyTree]:
     rows, weights, sizes = saved
     dz = tuple((pieces.sent(d_out, d),) for d in pieces.distances)
     d_rows = tuple(_rows_gradient(pieces, x, weights, n, gradient) for x, n, gradient in zip(rows, sizes, dz))
     return d_rows, _weights_gradient(pieces, rows, weights, sizes, dz)
 
 
-def _rows_gradient(pieces: Pieces, rows: Any, weights: Weights, sizes: Any, dz: Any) -> Any:
+def _rows_gradient(pieces: Pieces, rows: jax.Array, weights: Weights, sizes: jax.Array, dz: object) -> jax.Array:
     """Of one piece; the products themselves are not used, and no program computes them."""
     return jax.vjp(lambda x: pieces.products(x, weights, sizes), rows)[1](dz)[0]
 
 
-def _weights_gradient(pieces: Pieces, rows: Any, weights: Weights, sizes: Any, dz: Any) -> Any:
+def _weights_gradient(pieces: Pieces, rows: PyTree, weights: Weights, sizes: PyTree, dz: PyTree) -> PyTree:
     """Of all pieces in one product."""
     choice, place, total = by_expert(jnp.stack(sizes), rows[0].shape[0])
 
-    def by_group(parts: Iterable[Any]) -> Any:
+    def by_group(parts: Iterable[Any]) -> jax.Array:
         joined = jnp.concatenate(list(parts))  # [size * room, ...], in the order of `distances`
         return permute(joined, choice, place)
 
@@ -243,16 +254,16 @@ def _weights_gradient(pieces: Pieces, rows: Any, weights: Weights, sizes: Any, d
     return pull(tuple(by_group(parts) for parts in zip(*dz, strict=True)))[0]
 
 
-def _backward(gradients: Callable[..., Any], pieces: Pieces, saved: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+def _backward(gradients: Callable[..., Any], pieces: Pieces, saved: Any, cotangent: object) -> tuple[Any, Any, Any]:
     nothing = jax.tree.map(lambda n: np.zeros(n.shape, jax.dtypes.float0), saved[2])  # sizes are integers
     return *gradients(pieces, saved, cotangent), nothing
 
 
-def _once(gradients: PyTree, pieces: Pieces, saved: PyTree, cotangent: AnyArray) -> Any:
+def _once(gradients: PyTree, pieces: Pieces, saved: PyTree, cotangent: AnyArray) -> PyTree:
     return gradients(pieces, saved, cotangent), None
 
 
-def _twice(pieces: Pieces, saved: PyTree, cotangents: PyTree) -> Any:
+def _twice(pieces: Pieces, saved: PyTree, cotangents: PyTree) -> PyTree:
     raise UnsupportedError(
         "grouped products with their all-to-all in pieces are differentiable once; for a second derivative pass "
         "overlap=False."
