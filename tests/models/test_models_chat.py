@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import functools
 import itertools
@@ -273,29 +272,16 @@ def test_time_and_memory_of_a_template_are_bounded(text: str, monkeypatch: pytes
 
 
 def test_a_template_is_tried_when_a_server_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from vishwamai.cli import model, serve
+    from vishwamai.cli import command_parser, model, serve
 
     tokenizer = Tokenizer(encoder(), ChatTemplate("{{ raise_exception('no chats') }}", "chat.jinja"))
     lines: list[str] = []
     monkeypatch.setattr(model, "plan", lambda *_: types.SimpleNamespace(tokenizer=tokenizer))
     monkeypatch.setattr(model, "warn", lines.append)
     monkeypatch.setattr(model, "load", lambda *args: (_ for _ in ()).throw(InterruptedError))
-    options = {
-        "directory": tmp_path,
-        "name": None,
-        "encoder": None,
-        "pooling": None,
-        "optimization": None,
-        "mesh": None,
-        "adapter": [],
-        "max_adapters": None,
-        "max_adapter_rank": 16,
-        "adapter_folder": None,
-        "programs": None,
-        "require_programs": False,
-    }
+    arguments = command_parser("serve").parse_args([str(tmp_path), "--compile", "lazy"])
     with pytest.raises(InterruptedError):
-        serve._models(argparse.Namespace(**options, compile="lazy"))
+        serve._models(arguments)
     assert lines == ["chats may be declined: chat.jinja: the chat template rejects these messages: no chats"]
 
 
