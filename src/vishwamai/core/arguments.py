@@ -2,8 +2,9 @@
 
 An annotation is read as text, so it costs no import. `Float[Array, "..."]` is an array or what can become one; `int`,
 `float`, `bool` and `str` take NumPy's scalars, too, which arrive as Python's; any other name is a class that the value
-is an instance of, such as torch's, which the function's module has imported. `Any` is not checked. Values (a positive
-size, a legal name) are the function's own to check. The function runs under JAX's default promotion (`promotion.py`).
+is an instance of, such as torch's, which the function's module has imported. `Any`, `object` and `DTypeLike` are not
+checked. Values (a positive size, a legal name) are the function's own to check. The function runs under JAX's default
+promotion (`promotion.py`).
 """
 
 from __future__ import annotations
@@ -155,6 +156,11 @@ def _reader(function: str, name: str, annotation: object, scope: Mapping[str, ob
     return read
 
 
+_UNCHECKED = ("Any", "object", "DTypeLike")
+"""Annotations of what is not checked here: a dtype's spellings are read by `spec.as_jax_dtype`, whose error lists
+them.
+"""
+
 _ARRAY = "an array of JAX or NumPy"
 _TENSOR, _TENSOR_WORDS = "Tensor", "a tensor of torch"
 _ARRAYS = frozenset(("Float", "Num", "Int", "Integer", "Bool", "Shaped", "Inexact", "Real"))
@@ -193,7 +199,7 @@ def _members(node: ast.expr) -> list[ast.expr]:
 
 
 def _is_class(node: ast.expr) -> bool:
-    return _name(node) not in (None, *_SCALARS, "Any", "object", "Path", _TENSOR)
+    return _name(node) not in (None, *_SCALARS, *_UNCHECKED, "Path", _TENSOR)
 
 
 def _is_none(node: ast.expr) -> bool:
@@ -209,7 +215,7 @@ def _of(function: str, name: str, node: ast.expr, scope: Mapping[str, object]) -
     text = _name(node.value if isinstance(node, ast.Subscript) else node)
     if _is_none(node):
         return _exactly_none, "None"
-    if text in ("Any", "object"):
+    if text in _UNCHECKED:
         return None
     if text in _ARRAYS:
         return functools.partial(_array, function, name), _ARRAY
