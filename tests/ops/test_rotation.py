@@ -67,7 +67,7 @@ def test_a_seed_repeats_a_run():
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("number", range(9))
 def test_each_case_takes_its_turn(monkeypatch, request, number):
-    """A case with `turns(3)` runs by default under one of three seeds in a row, today's among them if it is here."""
+    """A case with `turns(3)` runs by default under one of six seeds in a row, today's among them if it is here."""
 
     def is_default(seed: int) -> bool:
         item = pytest.Function.from_parent(request.node.parent, name=request.node.name, callobj=lambda: None)
@@ -78,5 +78,5 @@ def test_each_case_takes_its_turn(monkeypatch, request, number):
         return item.get_closest_marker("long") is None
 
     today = rotation.SEED
-    assert [is_default(today + days) for days in range(3)].count(True) == 1
+    assert [is_default(today + days) for days in range(3 * rotation.RARITY)].count(True) == 1
     assert is_default(today) == (request.node.get_closest_marker("long") is None)
