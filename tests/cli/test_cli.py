@@ -514,3 +514,22 @@ def test_cpp_is_quiet_without_a_directory_for_temporary_files(monkeypatch):
         os.write(2, b"words")
         noise.seek(0)
         assert noise.read() == b"words"
+
+
+def test_an_interrupt_waits_for_the_end_of_an_import():
+    program = """
+import os, signal
+from vishwamai.core.interrupt import deferred_interrupt, insistent_interrupt
+
+done = False
+try:
+    with insistent_interrupt():
+        with deferred_interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+            done = True
+        print("not reached")
+except KeyboardInterrupt:
+    print("done" if done else "not done")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "done\n"

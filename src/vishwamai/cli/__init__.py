@@ -20,7 +20,7 @@ import vishwamai
 from vishwamai.core import logs
 from vishwamai.core.environment import libtpu_environment, share_threads
 from vishwamai.core.errors import VishwamaiError
-from vishwamai.core.interrupt import Terminated, insistent_interrupt, interrupt_ends_process
+from vishwamai.core.interrupt import Terminated, deferred_interrupt, insistent_interrupt, interrupt_ends_process
 
 COMMANDS = {
     "generate": "continue a prompt with a model that Hugging Face's directory holds",
@@ -191,4 +191,7 @@ def _run(arguments: list[str], subcommand: str | None) -> int:
     # jax loads libtpu where it is installed, which would otherwise ask a metadata server that a laptop does not have.
     for name, value in libtpu_environment().items():
         os.environ.setdefault(name, value)
+    if subcommand in LONG:
+        with deferred_interrupt():  # C++ that is being imported prints the traceback of an interrupt, or crashes
+            importlib.import_module("jax")
     return chosen.run(chosen)

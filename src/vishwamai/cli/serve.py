@@ -27,6 +27,7 @@ from vishwamai.cli.function import CommandError
 from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.host_memory import settled
 from vishwamai.core.installing import install_line
+from vishwamai.core.interrupt import raise_interrupt
 
 if TYPE_CHECKING:
     from vishwamai.inference import Embedder, Engine
@@ -205,6 +206,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Until uvicorn takes SIGTERM, and drains at it. It raises the signal again at its end, for who handled it before.
     signal.signal(signal.SIGTERM, stop)
     with settled():
+        raise_interrupt()  # one that the garbage collector or a library swallowed would come again amid requests
         server.run()
     return 0 if engine is None or engine.failure is None else 1
 

@@ -18,6 +18,9 @@ class Terminated(KeyboardInterrupt):
 _pending: type[KeyboardInterrupt] | None = None
 """The interrupt of `insistent_interrupt` that has not left its block yet."""
 
+_deferred = False
+"""Whether it waits for the end of a `deferred_interrupt`."""
+
 
 @contextlib.contextmanager
 def insistent_interrupt() -> Iterator[None]:
@@ -33,7 +36,7 @@ def insistent_interrupt() -> Iterator[None]:
         global _pending
         if number != signal.SIGALRM:
             _pending = Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        if _pending is not None:  # an alarm may come after who has caught the interrupt
+        if _pending is not None and not _deferred:  # an alarm may come after who has caught the interrupt
             signal.setitimer(signal.ITIMER_REAL, 1.0)
             raise _pending
 
@@ -57,6 +60,18 @@ def insistent_interrupt() -> Iterator[None]:
         _end_repetition()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Lets an interrupt of `insistent_interrupt` wait until this block has ended."""
+    global _deferred
+    _deferred = True
+    try:
+        yield
+    finally:
+        _deferred = False
+    raise_interrupt()
 
 
 def raise_interrupt() -> None:
