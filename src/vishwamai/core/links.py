@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
@@ -22,10 +22,6 @@ from vishwamai.core.config import ambient_target, current_config
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.hardware import TpuChip, tpu_for
 from vishwamai.core.jax_private import concrete_mesh
-
-if TYPE_CHECKING:
-    pass
-
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 Place = tuple[int, ...]

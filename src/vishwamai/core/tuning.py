@@ -18,16 +18,13 @@ import os
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vishwamai.core import caches
 from vishwamai.core.config import cuda_architecture
 from vishwamai.core.errors import DeviceError, KernelError
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles
-
-if TYPE_CHECKING:
-    pass
 
 
 def user_directory() -> Path | None:

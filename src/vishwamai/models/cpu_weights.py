@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -14,9 +14,6 @@ from vishwamai.models.periods import segments
 from vishwamai.models.storage import HEAD
 from vishwamai.ops.matmul.packed_weight import DTYPES, pack_weight
 from vishwamai.ops.quantization import quantize
-
-if TYPE_CHECKING:
-    pass
 
 
 @checked

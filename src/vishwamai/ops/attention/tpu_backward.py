@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,6 @@ from vishwamai.ops.attention.tpu_dbias import bias_gradient
 from vishwamai.ops.attention.tpu_masks import AttentionRefs, needs_mask_everywhere
 from vishwamai.ops.attention.tpu_operands import array_operands, pad_axis, scalar_operands, shown_operand, statistics
 from vishwamai.ops.attention.tpu_schedule import Home, Panel, Tiling, make_schedule, query_homes
-
-if TYPE_CHECKING:
-    pass
 
 
 def backward(

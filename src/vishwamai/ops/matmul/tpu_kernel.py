@@ -5,7 +5,7 @@ epilogue of the last one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,6 @@ from vishwamai.core.tpu_dequantize import Operand
 from vishwamai.core.types import AnyArray, Ref
 from vishwamai.ops.matmul.epilogue import activate
 from vishwamai.ops.matmul.spec import INTEGERS
-
-if TYPE_CHECKING:
-    pass
-
 
 _INT8 = jnp.dtype(jnp.int8)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,6 @@ from vishwamai.ops.matmul.spec import INTEGERS, Blocked, MatmulSpec, joint_group
 from vishwamai.ops.matmul.tpu_kernel import MatmulRefs, kernel
 from vishwamai.ops.matmul.tpu_operands import array_bytes, describe, stored
 from vishwamai.ops.matmul.tpu_tiles import EXACT_INT8_TERMS, VMEM_GRANULE, MatmulConfig, fit
-
-if TYPE_CHECKING:
-    pass
 
 
 def product(

@@ -13,7 +13,7 @@ What it gains, by the schedule of 16 rows by 4096 x 14336, compared with the usu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,6 @@ from vishwamai.ops.matmul.spec import Blocked, joint_groups
 from vishwamai.ops.matmul.tpu_kernel import MatmulRefs, kernel
 from vishwamai.ops.matmul.tpu_operands import array_bytes, describe, stored
 from vishwamai.ops.matmul.tpu_tiles import VMEM_GRANULE, MatmulConfig
-
-if TYPE_CHECKING:
-    pass
-
 
 _SHARE = 8
 

@@ -5,7 +5,7 @@ block may be worked on together. `tpu_kernel` walks the blocks.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,9 +18,6 @@ from vishwamai.ops.paged_attention import tpu_unpack
 from vishwamai.ops.paged_attention.spec import PagedSpec
 from vishwamai.ops.paged_attention.tpu_refs import LN2, LOG2E, LOWEST, MASKED, PagedRefs, Shape, dot
 from vishwamai.ops.paged_attention.tpu_words import attend_ahead, places, whole_words
-
-if TYPE_CHECKING:
-    pass
 
 
 class ShortRuns:

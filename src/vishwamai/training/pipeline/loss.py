@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,6 @@ from vishwamai.training.pipeline.stages import Stages
 from vishwamai.training.preferences import answer_logprobs
 from vishwamai.training.remat import layer_wrapper
 from vishwamai.training.sharding import PIPELINE
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclasses.dataclass(frozen=True)
