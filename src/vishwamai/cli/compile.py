@@ -14,15 +14,15 @@ import argparse
 import time
 from pathlib import Path
 
-from vishwamai.cli import model, options, output, serve
+from vishwamai.cli import model, model_options, options, output, serve
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import Countdown, left
 from vishwamai.core.numbers import human
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    model.add_model_options(parser, sequences=serve.SEQUENCES)
-    model.add_adapter_sizes(parser, "none")
+    model_options.add_model_options(parser, sequences=serve.SEQUENCES)
+    model_options.add_adapter_sizes(parser, "none")
     parser.add_argument(
         "--target",
         required=True,
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     model.require_packages()
     if arguments.output.exists() and any(arguments.output.iterdir()):
         raise CommandError(f"--output: {arguments.output} is not empty; choose a new directory.")
-    adapters = model.adapter_sizes(arguments, 0)
+    adapters = model_options.adapter_sizes(arguments, 0)
     target = _target(arguments, adapters is not None)
     planned = model.plan(arguments, adapters, target)
     from vishwamai.inference.program_sets import write_set

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vishwamai.cli import binding, model, options
+from vishwamai.cli import binding, model, model_options, options
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import Countdown, count_report
 
@@ -31,7 +31,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    model.add_form_options(parser)
+    model_options.add_form_options(parser)
     parser.add_argument(
         "--text",
         action="append",
@@ -169,7 +169,7 @@ def _plan(arguments: argparse.Namespace, directory: Path, context: int, **change
         "kv_dtype": arguments.kv_dtype,
         "memory": arguments.memory,
         "keep_packed": arguments.keep_packed,
-        "optimization": model.optimization(arguments),
+        "optimization": model_options.optimization(arguments),
     }
     sizes = {"max_sequences": 1, "max_tokens": arguments.step_tokens, "page_size": arguments.page_size}
     load = plan_load(directory, max_length=context, **sizes, **{**settings, **changes})

@@ -11,14 +11,14 @@ import argparse
 import warnings
 from typing import get_args
 
-from vishwamai.cli import function, model, options
+from vishwamai.cli import function, model_options, options
 from vishwamai.cli.console import tell
 from vishwamai.core.errors import FallbackWarning
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     function.add_arguments(parser)
-    model.add_optimization(parser)
+    model_options.add_optimization(parser)
     chips = 'TPU, GPU or CPU to explain for: "v5e", "v5e:4x4", "h100", "sm_90", "cpu:avx2" ...'
     options.add_target(parser, f"{chips} (default: the machine's own device)")
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     call = function.load_call(arguments.function, arguments.args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)  # the table below says the same, with every reason
-        keys = model.optimization(arguments)
+        keys = model_options.optimization(arguments)
         with keys.kernels():
             for target in arguments.target or [None]:
                 tell(explain(call.function, *call.args, target=target, **call.kwargs))

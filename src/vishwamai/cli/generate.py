@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vishwamai.cli import binding, model, options
+from vishwamai.cli import binding, model, model_options, options
 from vishwamai.cli.function import CommandError
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ _ALWAYS = ("repetition_penalty",)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    model.add_model_options(parser, sequences=1)
-    model.add_compile(parser)
+    model_options.add_model_options(parser, sequences=1)
+    model_options.add_compile(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="continue this text")
     prompt.add_argument("--chat", metavar="FILE", type=Path, help="answer the messages in this JSON file (a list)")

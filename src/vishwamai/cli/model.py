@@ -14,14 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vishwamai.cli.function import CommandError
-from vishwamai.cli.model_options import adapter_sizes as adapter_sizes
-from vishwamai.cli.model_options import add_adapter_sizes as add_adapter_sizes
-from vishwamai.cli.model_options import add_cache_tiers as add_cache_tiers
-from vishwamai.cli.model_options import add_compile as add_compile
-from vishwamai.cli.model_options import add_form_options as add_form_options
-from vishwamai.cli.model_options import add_model_options as add_model_options
-from vishwamai.cli.model_options import add_optimization as add_optimization
-from vishwamai.cli.model_options import cache_tiers as cache_tiers
 from vishwamai.cli.model_options import optimization
 from vishwamai.core import logs
 from vishwamai.core.errors import VishwamaiError

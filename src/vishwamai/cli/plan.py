@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vishwamai import reports
-from vishwamai.cli import function, model, options, output
+from vishwamai.cli import function, model, model_options, options, output
 from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
 from vishwamai.cli.progress import Countdown
@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_target(parser, '"v5e", "v5e:4x4", ...', metavar="SLICE")
     parser.add_argument("--search", action="store_true", help="try every mesh, remat and number of microbatches")
     parser.add_argument("--no-verify", action="store_true", help="do not compile what was chosen")
-    model.add_optimization(parser)
+    model_options.add_optimization(parser)
     parser.add_argument("--no-time", action="store_true", help="find memory alone, and no time of a step")
     parser.add_argument("--price", type=float, metavar="USD", help="of a chip and hour: prints the cost of tokens")
     parser.add_argument(
@@ -145,7 +145,7 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
     from vishwamai.planning.search.plan import NOT_TRIED, Candidate, Plan, plan_of_tried, plan_training
     from vishwamai.training.config_file import read_config
 
-    keys = model.optimization(arguments)
+    keys = model_options.optimization(arguments)
     overrides = [f"optimization.{name}={json.dumps(value)}" for name, value in keys.explicit.items()]
     config = read_config(arguments.config, [*arguments.overrides, *overrides])
     for target in targets:
@@ -244,7 +244,7 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
 
     config = read_config(model.fetch(Path(arguments.config), weights=False)[0])
     length = min(4096, config.max_positions) if arguments.length is None else arguments.length
-    keys = model.optimization(arguments)
+    keys = model_options.optimization(arguments)
     for target in targets:
         if keys.over(devices_of(target), 1, "the served model"):
             raise UnsupportedError(
@@ -345,7 +345,7 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
 
     call = function.load_call(arguments.config, arguments.args)
     reasons = []
-    keys = model.optimization(arguments)
+    keys = model_options.optimization(arguments)
     model.say_optimization(keys, "function", None)
     lines, data, fits = [], [], True
     with Compiler() as compiler:

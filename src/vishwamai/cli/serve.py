@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from vishwamai.cli import binding, generate, model
+from vishwamai.cli import binding, generate, model, model_options
 from vishwamai.cli.address import check_address
 from vishwamai.cli.certificates import check_certificate
 from vishwamai.cli.function import CommandError
@@ -52,8 +52,8 @@ _NEEDED = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    model.add_model_options(parser, sequences=SEQUENCES)
-    model.add_compile(parser)
+    model_options.add_model_options(parser, sequences=SEQUENCES)
+    model_options.add_compile(parser)
     parser.add_argument(
         "--programs", type=Path, metavar="DIR", help="compiled programs, which `vishwamai compile` wrote (none)"
     )
@@ -73,8 +73,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         help="a LoRA adapter as the library peft writes it; requests name it as their model",
     )
-    model.add_adapter_sizes(parser, "the number of --adapter")
-    model.add_cache_tiers(parser)
+    model_options.add_adapter_sizes(parser, "the number of --adapter")
+    model_options.add_cache_tiers(parser)
     parser.add_argument(
         "--adapter-folder", type=Path, metavar="DIR", help="clients may load and unload adapters that are folders of it"
     )
@@ -229,7 +229,7 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
         return None, model.load_encoder(arguments.directory), (name,), {}
     if arguments.mesh is not None and arguments.pooling is not None:
         raise CommandError("--pooling computes vectors on one device; leave out --mesh, or pass --encoder.")
-    adapters, tiers = _adapters(arguments), model.cache_tiers(arguments)
+    adapters, tiers = _adapters(arguments), model_options.cache_tiers(arguments)
     planned = model.plan(arguments, adapters[1], None, arguments.programs, arguments.require_programs)
     if planned.tokenizer is None:
         model.say(f"{planned.directory / 'tokenizer.json'} is missing: prompts and answers are token ids only")
@@ -264,7 +264,7 @@ def _adapters(arguments: argparse.Namespace) -> tuple[dict[str, Path], AdapterSi
         if not separator or not name or name in adapters:
             raise CommandError(f"--adapter {text!r} is not NAME=DIR with a name of its own.")
         adapters[name] = Path(directory)
-    sizes = model.adapter_sizes(arguments, len(adapters))
+    sizes = model_options.adapter_sizes(arguments, len(adapters))
     if sizes is None and arguments.adapter_folder is not None:
         raise CommandError("--adapter-folder needs places for adapters; pass --max-adapters.")
     return adapters, sizes
