@@ -11,10 +11,12 @@ import peft
 import pytest
 import torch
 import transformers
+from prometheus_client.parser import text_string_to_metric_families
 
 from serving import serving, write_tokenizer
-from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.inference import CacheTiers, Sampling, plan_load
+from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
+from vishwamai.inference import CacheTiers, Request, Sampling, memory_release, plan_load
+from vishwamai.inference.server.metrics import Metrics
 from vishwamai.inference.server.settings import Settings
 from vishwamai.models import read_config
 from vishwamai.models.adapters import AdaptedWeight, AdapterSizes, read_adapter
@@ -117,6 +119,48 @@ def test_places_are_used_again_and_nothing_is_compiled(folder):
         engine.load_adapter("two", folder / "b")
     engine.adapters.release(held, 1)
     engine.load_adapter("two", folder / "b")
+
+
+@pytest.mark.turns(2)
+def test_adapters_sleep_and_the_gateways_metrics_name_them(folder, monkeypatch):
+    """The names, labels and values of the model server protocol (gateway-api-inference-extension, proposal 003)."""
+    monkeypatch.setattr(memory_release, "_shares_host_memory", lambda: False)
+    engine = load(folder / "base", adapters=AdapterSizes(3, 8), max_sequences=1).engine(compile="lazy")
+    for name in "ab":
+        engine.load_adapter(name, folder / name)
+    metrics = Metrics(engine, "tiny")
+
+    def samples():
+        families = list(text_string_to_metric_families(metrics.text().decode()))
+        kinds = {family.name: family.type for family in families}
+        return kinds, {sample.name: sample for family in families for sample in family.samples}
+
+    expected = [answer.token_ids for answer in engine.generate(PROMPTS[:2], GREEDY, ["a", "b"])]
+    with engine._with_adapters(requests := [Request((7, 8), GREEDY, lambda delta: None) for _ in "ab"], ["a", "b"]):
+        for request in requests:
+            engine.submit(request)
+        engine.step()
+        kinds, values = samples()
+        adapters = values["vllm:lora_requests_info"]
+        assert adapters.labels == {"running_lora_adapters": "a,b", "waiting_lora_adapters": "b", "max_lora": "3",
+                                   "model_name": "tiny"}  # fmt: skip
+        assert adapters.value > 1.6e9  # seconds since 1970
+        queued = "vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
+        assert {kinds[name] for name in (*queued, "vllm:lora_requests_info")} == {"gauge"}
+        assert [values[name].value for name in queued[:2]] == [1, 1] and 0 < values[queued[2]].value <= 1
+        cache = values["vllm:cache_config_info"].labels
+        assert cache["block_size"] == "8" and cache["num_gpu_blocks"] == str(engine.scheduler.pool.num_pages)
+        while not engine.idle:
+            engine.step()
+    assert samples()[1]["vllm:lora_requests_info"].labels["waiting_lora_adapters"] == ""
+    for level in (1, 2):
+        engine.sleep(level)
+        with pytest.raises(DeviceError, match="sleeps"):
+            engine.load_adapter("c", folder / "c")
+        engine.wake()
+        assert [answer.token_ids for answer in engine.generate(PROMPTS[:2], GREEDY, ["a", "b"])] == expected
+    engine.unload_adapter("a")
+    assert samples()[1]["vllm:lora_requests_info"].labels["running_lora_adapters"] == "b"
 
 
 def _plain(weight: Any) -> Any:

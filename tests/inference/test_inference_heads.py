@@ -25,7 +25,7 @@ from test_inference_drafting import continuations, p_value
 from test_page_tiers import parts_of
 from vishwamai import DeviceError, ShapeError, UnsupportedError
 from vishwamai.cli import main
-from vishwamai.inference import CacheTiers, Engine, Sampling, plan_load
+from vishwamai.inference import CacheTiers, Engine, Sampling, memory_release, plan_load
 from vishwamai.inference.core import EngineCore
 from vishwamai.inference.fit import fit_load
 from vishwamai.inference.head_memory import HeadMemory
@@ -309,3 +309,17 @@ def test_pages_of_a_head_are_stored_with_those_of_the_model(oracle: Oracle, tmp_
     assert {len(parts[1][part]) for part in common if part.group == PAGES} == {of_model + of_head}
     # The step after the prefix completes the last pair of the head once more.
     assert len(common) >= 9 and sum(parts[0][part] != parts[1][part] for part in common) <= 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_head_and_states_sleep_with_the_model(oracle: Oracle, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_release, "_shares_host_memory", lambda: False)
+    engine = plan_load(oracle.path, dtype="float32", draft_head=True, drafts=2, **SIZES).engine(compile="lazy")
+    expected = [answer.token_ids for answer in engine.generate(PROMPTS, GREEDY)]
+    accepted = engine.statistics.guesses_accepted
+    engine.sleep(level)
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves((engine.model, engine.programs.draft)))
+    engine.wake()
+    assert [answer.token_ids for answer in engine.generate(PROMPTS, GREEDY)] == expected
+    assert engine.statistics.guesses_accepted == 2 * accepted

@@ -131,6 +131,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="accept",
         help="keys of requests that no interface documents: named in the log once, or an error (accept)",
     )
+    parser.add_argument(
+        "--enable-sleep-mode",
+        action="store_true",
+        help="serve /sleep, /wake_up and /is_sleeping, by which the memory of the model is freed for a while",
+    )
     parser.add_argument("--log-json", dest="log_format", action="store_const", const="json", help=argparse.SUPPRESS)
     parser.add_argument(
         "--traces", action="store_true", help="a span of OpenTelemetry a request (needs opentelemetry-api)"
@@ -176,6 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
         tool_parser=parsers[0],
         reasoning_parser=parsers[1],
         traces=arguments.traces,
+        sleep_mode=arguments.enable_sleep_mode,
         processors=processors,
         decline_unknown_keys=arguments.unknown_keys == "refuse",
     )

@@ -69,9 +69,10 @@ class Adapters:
         return tuple(self._names)
 
     @property
-    def used(self) -> tuple[str, ...]:
-        """Names of those that answers compute with, or wait for."""
-        return tuple(name for name, entry in tuple(self._names.items()) if entry.users)
+    def roots(self) -> dict[str, bytes]:
+        """The root of each that is loaded, by name: the `root` of the streams that use it."""
+        with self._lock:
+            return {name: entry.root for name, entry in self._names.items()}
 
     def load(self, name: str, directory: str | Path) -> None:
         """Loads an adapter as peft writes it, in the place of one that was unloaded.
@@ -109,6 +110,12 @@ class Adapters:
         """
         with self._lock:
             del self._names[self._loaded(name).name]
+
+    def convert(self, function: Callable[[Matrices], Matrices]) -> None:
+        """Replaces the matrices by what `function` makes of them, for the next steps."""
+        with self._lock:
+            self.matrices = function(self.matrices)
+            self._change(self.matrices)
 
     def take(self, name: str, answers: int) -> Adapter:
         """The adapter of a request, whose answers hold its place until `release`.

@@ -6,6 +6,7 @@ One thread runs the loop, which is `core.EngineCore` step by step; others hand r
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import queue
@@ -27,6 +28,7 @@ from vishwamai.inference.core import EngineCore
 from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.memory import default_states
+from vishwamai.inference.memory_release import EngineMemory, Reload
 from vishwamai.inference.page_tiers import CacheTiers, PageTiers
 from vishwamai.inference.pages import PagePool
 from vishwamai.inference.pools import calibration_tokens, kv_dtype_of
@@ -72,6 +74,10 @@ class Engine:
         each other one when it is first needed, while the requests of that step wait.
       on_program: called with (how many programs are compiled, of how many, the next one's name).
       store: callable that compiles the programs or reads them: a `programs.Store`, such as a `program_sets.ProgramSet`.
+      reload: callable that reads the model and its draft again, for `sleep(2)`, or None.
+
+    Attributes:
+      sleeping: level of `sleep`, 0 while it is awake.
 
     Raises:
       UnsupportedError: keys and values of that dtype are not served, packed weights are to be split, or the layers of
@@ -110,6 +116,7 @@ class Engine:
         compile: str = "ahead",
         on_program: Callable[[int, int, str], None] | None = None,
         store: Callable[..., Any] = cached,
+        reload: Reload | None = None,
     ):
         optional = {"limits": limits, "draft": draft, "mesh": mesh, "adapters": adapters, "tiers": tiers}
         check_instances("Engine", _OPTIONAL, optional)
@@ -169,9 +176,13 @@ class Engine:
         stores = None if tiers is None else PageTiers(tiers, self.programs, repr(self.optimization))
         self.core = EngineCore(self.programs, self.scheduler, tokenizer, self.end_tokens, stores)
         self.statistics = self.core.statistics
+        self._memory = EngineMemory(self.programs, self.adapters, mesh, reload)
+        self.sleeping = 0
+        self._sleep_lock = threading.Lock()  # one call of `sleep` or `wake` at a time
+        self._idle_work: list[tuple[Callable[[], None], concurrent.futures.Future[None]]] = []
         self.failure: str | None = None
         self.on_failure: Callable[[], None] | None = None  # called once `failure` is set, on the engine's thread
-        self._inbox: queue.SimpleQueue[tuple[Callable[[Request], None], Request] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Callable[[Any], None], Any] | None] = queue.SimpleQueue()
         self.pending = 0  # answers handed in, and not taken from the queue yet
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -201,12 +212,13 @@ class Engine:
 
         Raises:
           ShapeError: it cannot be served.
-          DeviceError: the engine has failed.
+          DeviceError: the engine has failed, or sleeps.
         """
         self.check(request.prompt, request.options)
         if self.failure is not None:
             raise DeviceError(f"the engine has stopped: {self.failure}; start it again.")
         with self._lock:
+            self._check_awake()
             self.pending += request.options.n
         self._inbox.put((self._take, request))
 
@@ -214,13 +226,78 @@ class Engine:
         """Ends a request: its pages are free before the next step."""
         self._inbox.put((self._cancel, request))
 
+    def sleep(self, level: int = 1) -> None:
+        """Frees the memory of pages, states and weights until `wake`. New requests are declined from now on; the call
+        waits until those that run or wait have ended. Prefixes are stored where there are `tiers`, and else forgotten.
+
+        Args:
+          level: 1, the weights wait in host memory; 2, they are dropped, and read from their files again. Adapters
+            wait in host memory at both.
+
+        Raises:
+          ShapeError: there is no such level, or the model has no files.
+          DeviceError: the engine has stopped.
+        """
+        with self._sleep_lock:
+            self._memory.check(level)
+            if self.sleeping:
+                return
+            with self._lock:
+                self.sleeping = level
+            try:
+                self._when_idle(partial(self._release, level))
+            except BaseException:
+                self.sleeping = 0
+                raise
+
+    def wake(self) -> None:
+        """Brings back what `sleep` took off the device; an engine that is awake stays so. Where this fails, the engine
+        sleeps on.
+
+        Raises:
+          ShapeError: the files of the model are missing, or of another model.
+          DeviceError: the engine has stopped.
+        """
+        with self._sleep_lock:
+            if self.sleeping:
+                self._when_idle(self._memory.restore)
+                self.sleeping = 0
+
+    def _release(self, level: int) -> None:
+        self.core.store_prefixes()
+        self.scheduler.forget_prefixes()
+        self._memory.release(level)
+
+    def _check_awake(self) -> None:
+        if self.sleeping:
+            raise DeviceError("the engine sleeps; call `wake()` (POST /wake_up) first.")
+
+    def _when_idle(self, work: Callable[[], None]) -> None:
+        """Does something once every answer has ended, on the thread of the loop where there is one."""
+        if self._thread is None:
+            while not self.idle:
+                self.step()
+            work()
+            return
+        result: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._inbox.put((self._idle_work.append, (work, result)))
+        try:
+            if self.failure is None:  # else nobody takes it from the queue
+                result.result()
+        except concurrent.futures.CancelledError:
+            pass
+        if not result.done() or result.cancelled():
+            raise DeviceError(f"the engine has stopped: {self.failure or 'its loop has ended'}; start it again.")
+
     def load_adapter(self, name: str, directory: str | Path) -> None:
         """Loads an adapter as the library peft writes it; requests name it. Answers that run are not disturbed.
 
         Raises:
           ShapeError: the engine has no place for it, or it does not fit the model.
           UnsupportedError: it is not LoRA of the layers' products alone.
+          DeviceError: the engine sleeps.
         """
+        self._check_awake()
         self._adapters.load(name, directory)
 
     def unload_adapter(self, name: str) -> None:
@@ -386,7 +463,13 @@ class Engine:
     def _run(self) -> None:
         try:
             while True:
-                if self.idle and not self._receive(wait=True):
+                if self._idle_work and self.idle:
+                    work, result = self._idle_work.pop(0)
+                    try:
+                        result.set_result(work())
+                    except Exception as error:  # of the caller of `sleep` or `wake`
+                        result.set_exception(error)
+                if self.idle and not self._idle_work and not self._receive(wait=True):
                     break
                 if not self.step():
                     break
@@ -401,8 +484,13 @@ class Engine:
     def _abandon(self, finish: Finish) -> None:
         """Ends all answers, and those of requests that nobody took from the queue."""
         self.core.abandon(finish, self.failure)
+        for _, result in self._idle_work:
+            result.cancel()
+        self._idle_work.clear()
         while not self._inbox.empty():
             item = self._inbox.get()
+            if item is not None and item[0] == self._idle_work.append:
+                item[1][1].cancel()
             if item is None or item[0] != self._take:
                 continue
             for choice in range(item[1].options.n):
@@ -425,8 +513,8 @@ class Engine:
                 wait = False
                 if item is None:
                     return False
-                do, request = item
-                do(request)
+                do, argument = item
+                do(argument)
         except queue.Empty:
             return True
 

@@ -157,8 +157,7 @@ class Load:
         """
         from vishwamai.inference.engine import Engine
 
-        mesh, model = self.device_mesh, self.decoder(say)
-        draft = None if self.draft is None else self._decoder(self.draft.directory, self.draft.config, mesh, say)
+        model, draft = self.decoders(say)
         return Engine(
             model,
             self.tokenizer,
@@ -172,11 +171,12 @@ class Load:
             adapters=self.adapters,
             num_states=self.num_states,
             end_tokens=self.generation.eos_token_ids,
-            mesh=mesh,
+            mesh=self.device_mesh,
             optimization=self.optimization.of_kernels,
             compile=compile,
             on_program=on_program,
             store=self.store,
+            reload=self.decoders,
         )
 
     @property
@@ -188,6 +188,13 @@ class Load:
     def device_mesh(self) -> Mesh | None:
         """Devices that split the model; None for one device."""
         return None if self.mesh is None else serving_mesh(self.mesh, self.devices)
+
+    def decoders(self, say: Callable[[str], None] = lambda text: None) -> tuple[Decoder, Decoder | None]:
+        """`decoder`, and the draft or the head, where there is one."""
+        draft = self.draft
+        if draft is None:
+            return self.decoder(say), None
+        return self.decoder(say), self._decoder(draft.directory, draft.config, self.device_mesh, say)
 
     def decoder(self, say: Callable[[str], None] = lambda text: None) -> Decoder:
         """The weights in the form in which the engine serves them, without its programs and pages.

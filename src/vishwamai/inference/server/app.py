@@ -29,6 +29,7 @@ from vishwamai.inference.server.requests_log import RequestLog
 from vishwamai.inference.server.routes import answering, scoring
 from vishwamai.inference.server.scores import Scores
 from vishwamai.inference.server.service import Service, Settings
+from vishwamai.inference.server.sleep_routes import Sleep, SleepGuard
 from vishwamai.inference.server.traces import Traces
 from vishwamai.inference.server.vectors import Embed, Vectors
 
@@ -85,10 +86,11 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
     async def health(request: Request) -> Response:
         """Whether the process is worth keeping; the log says why not."""
         good = engine is None or engine.failure is None
-        return JSONResponse({"status": "ok" if good else "failed"}, 200 if good else 503)
+        asleep = engine is not None and engine.sleeping
+        return JSONResponse({"status": ("sleeping" if asleep else "ok") if good else "failed"}, 200 if good else 503)
 
     async def is_ready(request: Request) -> Response:
-        good = bool(ready) and (engine is None or engine.failure is None)
+        good = bool(ready) and (engine is None or (engine.failure is None and not engine.sleeping))
         return JSONResponse({"ready": good}, 200 if good else 503, {} if good else {"Retry-After": "1"})
 
     async def metrics_text(request: Request) -> Response:
@@ -127,6 +129,7 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
 
     service = None if engine is None else Service(engine, settings, metrics)
     scorer = Scores(engine, vectors, settings)
+    sleep = Sleep(engine) if engine is not None and settings.sleep_mode else None
     endpoints = [
         *([] if engine is None else [Endpoint("/", front, "a page to chat with the model", media=("text/html",))]),
         Endpoint("/health", health, "whether the engine works", answer=fields(status="string"), statuses=(200, 503)),
@@ -136,6 +139,7 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
         Endpoint("/v1/models/{name:path}", models, "one model", answer=fields(id="string", object="string")),
         *answering(service, no_answers),
         *scoring(vectors, scorer),
+        *([] if sleep is None else sleep.endpoints),
         Endpoint("/openapi.json", description, "this document", answer=fields(openapi="string", paths="object")),
     ]
     app = Starlette(
@@ -148,6 +152,8 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
         },
         lifespan=life,
     )
+    if sleep is not None:
+        app.add_middleware(SleepGuard, sleep=sleep)
     if settings.keys:
         app.add_middleware(Keys, keys=settings.keys)
     if settings.allowed_origins:

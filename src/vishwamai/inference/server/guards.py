@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vishwamai.inference.server.errors import HttpError
 from vishwamai.inference.server.settings import Settings
+from vishwamai.inference.server.sleep_routes import ROUTES
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Names of this machine."""
@@ -97,7 +98,9 @@ class Guards:
                     403, f"pages of {origin[:200]!r} may not use this server; the operator allows it by --allow-origin."
                 )
         kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != "application/json":
+        # A page that sends a POST without a body cannot leave out its Origin, which is checked above.
+        bodiless = not kind and scope["path"] in ROUTES
+        if scope["method"] == "POST" and kind != "application/json" and not bodiless:
             return HttpError(415, f"the Content-Type is {kind[:200]!r}; send application/json.")
         return None
 

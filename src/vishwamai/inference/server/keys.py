@@ -13,7 +13,8 @@ from vishwamai.inference.server.budgets import Budget, Key
 from vishwamai.inference.server.errors import HttpError
 from vishwamai.inference.server.requests_log import record_of
 
-KEYED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/score", "/rerank", "/v2/")
+KEYED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/score", "/rerank", "/v2/", "/sleep", "/wake_up")
+KEYED += ("/is_sleeping",)
 """Beginnings of the paths that ask for a key."""
 
 

@@ -5,15 +5,18 @@ Every value has a name of ours, and vLLM's too where vLLM has such a value (`vll
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
+from vishwamai.inference.adapters import Adapters
 from vishwamai.inference.engine import Engine
 from vishwamai.inference.page_tiers import PageTiers
 from vishwamai.inference.server.vllm_names import renamed
+from vishwamai.inference.streams import Stream
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _LONG_SECONDS = (*_SECONDS, 120, 300, 600)
@@ -76,6 +79,10 @@ class Metrics:
                 "states_held": ("slots of states that answers hold", states.num_states - states.available),
                 "states_cached": ("slots of states that only the prefix cache holds", states.idle),
             }
+        sleep = GaugeMetricFamily("vishwamai_sleep_state", "1 at the present one", labels=["sleep_state"])
+        for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+            sleep.add_metric([state], level == engine.sleeping)
+        yield sleep
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"vishwamai_{name}", text, value)
         counters = {
@@ -105,12 +112,22 @@ class Metrics:
         labels = {"pages": str(pool.num_pages), "page_size": str(engine.limits.page_size)}
         yield InfoMetricFamily("vishwamai_cache", "pages of keys and values", labels)
         if engine.adapters is not None:
-            names = ",".join(engine.adapters.used)
-            values = {"running_lora_adapters": names, "waiting_lora_adapters": ""}
-            labels = [*values, "max_lora"]
-            adapters = GaugeMetricFamily("vishwamai_adapters", "adapters that answers use", labels=labels)
-            adapters.add_metric([*values.values(), str(engine.adapters.sizes.count)], 1)
-            yield adapters
+            yield _adapters(tuple(scheduler.waiting), engine.adapters)
+
+
+def _adapters(waiting: Iterable[Stream], adapters: Adapters) -> Metric:
+    """Adapters as the model server protocol of the Kubernetes gateway's inference extension has them: those on the
+    device are ready, and so "running". The value is the time, by which a gateway takes the latest of several samples.
+    """
+    roots, waiting_roots = adapters.roots, {stream.root for stream in waiting}
+    values = {
+        "running_lora_adapters": ",".join(roots),
+        "waiting_lora_adapters": ",".join(name for name, root in roots.items() if root in waiting_roots),
+        "max_lora": str(adapters.sizes.count),
+    }
+    family = GaugeMetricFamily("vishwamai_adapters", "the time; adapters that are loaded, or wait", labels=[*values])
+    family.add_metric([*values.values()], time.time())
+    return family
 
 
 def _tiers(tiers: PageTiers) -> Iterator[Metric]:

@@ -57,6 +57,8 @@ class Endpoint:
       answer: JSON schema of an answer in JSON; None: a text.
       media: media types of answers.
       statuses: statuses of answers besides those that decline.
+      post: flag, a POST without a body.
+      parameters: entries of OpenAPI for parameters of the address.
     """
 
     path: str
@@ -66,11 +68,13 @@ class Endpoint:
     answer: Mapping[str, Any] | None = None
     media: tuple[str, ...] = (JSON,)
     statuses: tuple[int, ...] = (200,)
+    post: bool = False
+    parameters: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def method(self) -> str:
         """The HTTP method."""
-        return "POST" if self.bodies else "GET"
+        return "POST" if self.bodies or self.post else "GET"
 
     @property
     def route(self) -> Route:
@@ -97,8 +101,11 @@ def document(endpoints: Sequence[Endpoint], keyed: tuple[str, ...] = ()) -> dict
             "summary": endpoint.summary,
             "responses": _responses(endpoint),
         }
+        parameters = [*endpoint.parameters]
         if "{name}" in path:
-            operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+            parameters.append({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}})
+        if parameters:
+            operation["parameters"] = parameters
         if endpoint.bodies:
             choices = [names[body, "validation"] for body in endpoint.bodies]
             schema = choices[0] if len(choices) == 1 else {"anyOf": choices}
@@ -136,7 +143,9 @@ def _responses(endpoint: Endpoint) -> dict[str, Any]:
     responses: dict[str, Any] = {
         str(status): {"description": "the answer", "content": content} for status in endpoint.statuses
     }
-    declined = _DECLINED if endpoint.bodies else {status: _DECLINED[status] for status in (400, 401, 403, 404)}
+    declined = (
+        _DECLINED if endpoint.method == "POST" else {status: _DECLINED[status] for status in (400, 401, 403, 404)}
+    )
     for status, description in declined.items():
         reference = {"$ref": "#/components/responses/Error"}
         responses.setdefault(str(status), {**reference, "description": description})

@@ -35,6 +35,7 @@ class Settings:
       reasoning_parser: how reasoning is read, a name of `forms.THINKING`, or "none"; None: by the chat template.
       processors: further processors of logits by name (`processors`).
       traces: flag, each request has a span of OpenTelemetry (`traces`).
+      sleep_mode: flag, /sleep, /wake_up and /is_sleeping are served.
       max_priority: the highest priority of a request; a higher one counts as this.
     """
 
@@ -57,6 +58,7 @@ class Settings:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     traces: bool = False
+    sleep_mode: bool = False
     processors: Mapping[str, Factory] = dataclasses.field(default_factory=dict)
 
     @property

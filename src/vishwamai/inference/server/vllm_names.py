@@ -28,6 +28,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "vishwamai_answer_prompt_tokens": ("vllm:request_prompt_tokens",),
     "vishwamai_answer_new_tokens": ("vllm:request_generation_tokens",),
     "vishwamai_cache": ("vllm:cache_config",),
+    "vishwamai_sleep_state": ("vllm:engine_sleep_state",),
     "vishwamai_adapters": ("vllm:lora_requests_info",),
 }
 """vLLM's names by ours, without the endings `_total`, `_info`, `_bucket`, `_sum` and `_count` of their samples."""
