@@ -130,3 +130,20 @@ def test_systemd_takes_the_unit(tmp_path):
     check = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True)
     said = [line for line in (check.stdout + check.stderr).splitlines() if "vishwamai.service" in line]
     assert said == [], said
+
+
+def test_the_pool_of_a_gateway_has_the_pods_of_the_deployment():
+    """The fields that the schema of InferencePool (inference.networking.k8s.io/v1) asks for."""
+    deployment = next(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    pool, route = yaml.safe_load_all((DEPLOY / "inference-pool.yaml").read_text())
+    assert (pool["apiVersion"], pool["kind"]) == ("inference.networking.k8s.io/v1", "InferencePool")
+    template = deployment["spec"]["template"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (container,) = template["spec"]["containers"]
+    ports = [port["containerPort"] for port in container["ports"]]
+    assert [port["number"] for port in pool["spec"]["targetPorts"]] == ports
+    picker = pool["spec"]["endpointPickerRef"]
+    assert picker["name"] and picker["port"]["number"] and picker["failureMode"] in ("FailOpen", "FailClose")
+    (rule,) = route["spec"]["rules"]
+    group, _ = pool["apiVersion"].split("/")
+    assert rule["backendRefs"] == [{"group": group, "kind": pool["kind"], "name": pool["metadata"]["name"]}]
