@@ -189,6 +189,7 @@ clean: ## forget builds and environment
 # The environment, in three steps, each with its stamp: what builds the package; the package; what runs or develops it.
 $(VENV)/.build: $(PROJECTS) tools/build_requires.py
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("vishwamai needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 12) and print("Python 3.11, with the last jax for it. make test-newest tries a newer Python and the newest jax, without torch: its wheels on PyPI bring CUDA there.")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) tools/build_requires.py > $(VENV)/build-requires.txt
 	$(PIP) install -q -r $(VENV)/build-requires.txt

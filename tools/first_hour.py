@@ -186,10 +186,14 @@ def without_native(environment: Environment) -> Iterator[str]:
 
 
 def follow(lines: Iterator[str], end: float) -> bool:
-    """Prints each line; whether all was done by a moment of the monotonic clock. Nothing is begun after it."""
+    """Prints each line after the seconds since the call; whether all was done by a moment of the monotonic clock.
+    Nothing is begun after it.
+    """
+    start = time.monotonic()
     for line in lines:
-        print(line, flush=True)
-        if time.monotonic() > end:
+        now = time.monotonic()
+        print(f"{now - start:4.0f} s  {line}", flush=True)
+        if now > end:
             return False
     return True
 

@@ -63,6 +63,7 @@ def test_a_path_is_declined_before_any_work(command, option, kind, monkeypatch, 
         str(tmp_path / "file" / "x"): "",
         "/proc/none" if kind is output.Directory else "/proc/x": "no file can be made in /proc: ",
         str(tmp_path / ("x" * 300)): " File name too long; choose another ",
+        "gs://bucket/run": "training does with checkpoint.remote=gs://bucket/run)",
     }
     if kind is output.File:
         wrong |= {str(tmp_path): f"{tmp_path} is a directory", str(tmp_path / "no" / "x"): "/no does not exist"}

@@ -12,8 +12,9 @@ from fsspec.implementations.local import LocalFileSystem
 import world
 from test_training import small, tensors
 from vishwamai.cli import main
-from vishwamai.core.errors import DeviceError
-from vishwamai.models import read_config
+from vishwamai.core.errors import ConfigError, DeviceError
+from vishwamai.models import from_pretrained, read_config, save_pretrained
+from vishwamai.models.remote import why_not_local
 from vishwamai.training.checkpoints import CHECKSUMS, fetch_newest
 from vishwamai.training.run import train
 
@@ -92,3 +93,16 @@ def test_an_address_without_its_package_is_an_error_before_the_run(tmp_path):
     with pytest.raises(DeviceError, match="gs://bucket/run"):
         list(train(config, tmp_path / "run"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("place", ["gs://bucket/run", "https://host/run", "file:///run"])
+def test_an_address_is_no_directory_to_write_into(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=f"train: {place} is an address"):
+        list(train(small(tmp_path), place))
+    with pytest.raises(ConfigError, match=f"save_pretrained: {place} is an address"):
+        save_pretrained(from_pretrained(world.tiny("qwen3")), place)
+    assert not {path.name for path in set(tmp_path.rglob("*")) - before} & {"gs:", "https:", "file:"}
+    (tmp_path / "gs:").mkdir()  # a local directory by that name
+    assert why_not_local("gs:/run") is None

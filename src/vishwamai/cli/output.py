@@ -11,6 +11,7 @@ from typing import Any
 
 from vishwamai.cli.function import CommandError
 from vishwamai.core import caches
+from vishwamai.models.remote import why_not_local
 
 
 class File(argparse.Action):
@@ -31,6 +32,7 @@ class Directory(argparse.Action):
 
 def check_file(path: Path, option: str) -> None:
     """Raises `CommandError` where no file can be written at `path`, which `option` gave."""
+    _check_local(path, option)
     try:
         if path.is_dir():
             raise CommandError(f"{option}: {path} is a directory; name a file in it.")
@@ -45,6 +47,7 @@ def check_file(path: Path, option: str) -> None:
 
 def check_directory(path: Path, option: str) -> None:
     """Raises `CommandError` where `path` is not a directory, and cannot become one, in which files can be made."""
+    _check_local(path, option)
     try:
         ancestor = path.absolute()
         while not _is_there(ancestor):
@@ -52,6 +55,11 @@ def check_directory(path: Path, option: str) -> None:
         _try_directory(ancestor, ancestor, option)
     except OSError as error:
         raise CommandError(f"{option}: {path} cannot be made: {error.strerror}; choose another directory.") from error
+
+
+def _check_local(path: Path, option: str) -> None:
+    if reason := why_not_local(path):
+        raise CommandError(f"{option}: {reason}.")
 
 
 def _is_there(path: Path) -> bool:

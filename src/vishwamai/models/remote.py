@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from etils import epath
 
 _ADDRESS = re.compile(r"(?P<scheme>gs|s3|az|hdfs):/{1,2}(?P<rest>[^/].*)")
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/+")
 
 
 def address(path: str | os.PathLike[str]) -> str | None:
@@ -31,6 +32,21 @@ def address(path: str | os.PathLike[str]) -> str | None:
     """
     match = _ADDRESS.fullmatch(os.fspath(path))  # `Path` makes one slash of two
     return None if match is None else f"{match['scheme']}://{match['rest']}"
+
+
+def why_not_local(path: str | os.PathLike[str]) -> str | None:
+    """Why no file can be written at a path: it is an address, which `Path` would make directories of.
+
+    >>> why_not_local("gs://bucket/run")
+    'gs://bucket/run is an address, but files are written to local paths; pass one, and copy it (training does with checkpoint.remote=gs://bucket/run)'
+    >>> why_not_local("runs/a")
+    """
+    place = address(path)
+    text = place or os.fspath(path)
+    if _URL.match(text) is None or Path(Path(text).parts[0]).is_dir():
+        return None
+    copies = "" if place is None else f" (training does with checkpoint.remote={place})"
+    return f"{text} is an address, but files are written to local paths; pass one, and copy it{copies}"
 
 
 def remote_path(place: str) -> epath.Path:

@@ -12,9 +12,10 @@ import numpy as np
 
 from vishwamai.core import caches
 from vishwamai.core.arguments import checked
-from vishwamai.core.errors import ShapeError
+from vishwamai.core.errors import ConfigError, ShapeError
 from vishwamai.models.checkpoint import constant_values, named_parameters
 from vishwamai.models.decoder import Decoder
+from vishwamai.models.remote import why_not_local
 from vishwamai.models.tensors import piece
 
 
@@ -25,11 +26,14 @@ def save_pretrained(model: Decoder, directory: str | Path) -> None:
     The files are whole or absent: the weights are written beside their name and moved there at the end.
 
     Raises:
+      ConfigError: `directory` is an address such as gs://bucket/model.
       ShapeError: a parameter is quantized or packed; save the model that it was made from.
       DeviceError: a file cannot be written, such as on a full disk; the text names it and the reason.
     """
     from safetensors import SafetensorError
 
+    if reason := why_not_local(directory):
+        raise ConfigError(f"save_pretrained: {reason}.")
     directory = Path(directory)
     tensors: dict[str, np.ndarray] = {}
     for name, parameter, layer, value in named_parameters(model):

@@ -21,7 +21,7 @@ from vishwamai.core.host_memory import give_back
 from vishwamai.core.types import PyTree
 from vishwamai.measure.trace import why_no_trace
 from vishwamai.models import from_pretrained
-from vishwamai.models.remote import remote_path, send
+from vishwamai.models.remote import remote_path, send, why_not_local
 from vishwamai.training.checkpoints import Checkpoints, described, fetch_newest, holds_checkpoint, set_damaged_aside
 from vishwamai.training.checks import check
 from vishwamai.training.compute_dtype import as_recorded, resolved_for_run
@@ -69,6 +69,8 @@ def train(
       DeviceError: too many steps in a row were skipped for their gradients, a checkpoint could not be written, or this
         process cannot take the trace that `profile` asks for.
     """
+    if reason := why_not_local(output):
+        raise ConfigError(f"train: {reason}.")
     folder = Path(output)
     original = resolved_for_run(over_all_devices(config, jax.device_count()), folder)
     config = with_local_model(original)
