@@ -1,5 +1,5 @@
 """Families that transformers has no class of: their published files have the mathematics of a family that it has, with
-names and keys of their own. InternLM 2, MiniCPM, Ling and Ring, Baichuan 2.
+names and keys of their own. InternLM 2, MiniCPM, MiMo, Ling and Ring, Baichuan 2.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Renamed:
       grouped: it has them by head of keys, one group after the other.
       head_norm: the head's rows are normalized.
       alibi: logits of attention fall with the distance, and nothing rotates.
+      unread: tensors of layers that draft, which the decoder leaves out.
     """
 
     peer: Peer
@@ -52,6 +53,7 @@ class Renamed:
     grouped: bool = False
     head_norm: bool = False
     alibi: bool = False
+    unread: tuple[str, ...] = ()
 
     def logits(self, peer: Any, tokens: np.ndarray) -> np.ndarray:
         """Logits of the model that the file describes."""
@@ -121,6 +123,12 @@ FILES = {
         ),
         {"model_type": "minicpm", "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 24},
     ),
+    "mimo": Renamed(
+        Peer("Qwen2", {"rope_theta": 640.0, "tie_word_embeddings": False}),
+        {"model_type": "mimo", "rope_theta": 640.0, "attention_bias": True, "use_mrope": False, "head_dim": 16}
+        | {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 2, "num_nextn_predict_layers": 1},
+        unread=("model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.self_attn.q_proj.bias"),
+    ),
     "bailing_moe, softmax": Renamed(
         Peer("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
         {"model_type": "bailing_moe", "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 0}
@@ -169,7 +177,8 @@ def test_a_published_file_gives_the_logits_of_its_like(name: str, tmp_path: Path
     peer = file.peer.save(tmp_path / "peer")
     stored = file.tensors(load_file(tmp_path / "peer" / "model.safetensors"))
     (tmp_path / "file").mkdir()
-    save_file(stored, tmp_path / "file" / "model.safetensors")
+    drafts = {name: np.ones(4, np.float32) for name in file.unread}
+    save_file(stored | drafts, tmp_path / "file" / "model.safetensors")
     values = {
         **PLAIN,
         "hidden_act": "silu",

@@ -104,6 +104,16 @@ DENSE: Mapping[str, Family] = {
         layer_types="list",
         layer_keys=_QWEN_LAYERS,
     ),
+    "mimo": Family(
+        "MiMoForCausalLM",  # Qwen2's layers; one more drafts
+        {**COMMON, **SILU, **HEADS},
+        fields={"attention_bias": True, "output_bias": False},
+        defaults=_QWEN_DEFAULTS,
+        fixed={"attention_bias": (True,)},
+        layer_types="list",
+        layer_keys=_QWEN_LAYERS,
+        unread=("model.mtp_layers.",),
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {**COMMON, **SILU, **HEADS, **BIASES},
