@@ -12,11 +12,13 @@ import pytest
 import models_peer
 import rotation
 from models_families import TINY
-from test_models_renamed import FILES
+from test_models_renamed import ALIKE, FILES
 from vishwamai.inference import Engine, Limits, Sampling
 from vishwamai.models import ModelConfig, from_pretrained, read_config, save_pretrained
 from vishwamai.models.families import FAMILIES
 from vishwamai.models.text_part import WRAPPERS
+
+ROWS = {**TINY, **ALIKE}
 
 
 def test_every_family_has_a_tiny_model() -> None:
@@ -46,19 +48,19 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     ).all()
 
 
-@pytest.mark.parametrize("name", rotation.in_turn(6, TINY))
+@pytest.mark.parametrize("name", rotation.in_turn(6, ROWS))
 def test_tokens_over_pages_and_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    peer = TINY[name].save(tmp_path)
+    peer = ROWS[name].save(tmp_path)
     tokens = np.random.default_rng(0).integers(3, 131, (2, 48))
     prompts = [tokens[0, :37].tolist(), tokens[1, :11].tolist()]
     model = from_pretrained(tmp_path, dtype=jnp.float32, stacked=True)
     assert models_peer.greedy(model, prompts, 24) == [models_peer.peer_greedy(peer, prompt, 24) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", rotation.in_turn(18, TINY))
+@pytest.mark.parametrize("name", rotation.in_turn(18, ROWS))
 def test_the_engine_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     """Prompts go in chunks, next to other sequences, and a second time from the prefix cache."""
-    peer = TINY[name].save(tmp_path)
+    peer = ROWS[name].save(tmp_path)
     tokens = np.random.default_rng(1).integers(3, 131, (2, 40)).tolist()
     prompts = [tokens[0], tokens[1][:7]]
     limits = Limits(max_sequences=2, max_tokens=16, max_length=64, page_size=4)

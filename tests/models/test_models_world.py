@@ -110,9 +110,16 @@ STEP: dict[str, Any] = {
     "rope_theta": [500.0, 10000.0, 10000.0, 500.0],
     "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
 }
+LFM2 = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "tie_embedding": False}
 WRAPPED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", "gemma3_text", VISION, {"head_dim": 24, "sliding_window": 8, "query_pre_attn_scalar": 24}),
-    "llava": ("Llava", "mistral", {**VISION, "model_type": "clip_vision_model"}, {"sliding_window": 9}),
+    "lfm2_vl": ("Lfm2Vl", "lfm2", {**VISION, "model_type": "siglip2_vision_model"}, LFM2),
+    "llava": (
+        "Llava",
+        "mistral",
+        {**VISION, "model_type": "clip_vision_model"},
+        {"sliding_window": 9, "norm_eps": 1.0},  # which Mistral's class does not read
+    ),
     "mistral3": ("Mistral3", "mistral", {**VISION, "model_type": "pixtral"}, {"sliding_window": None}),
     "qwen2_vl": ("Qwen2VL", "qwen2_vl_text", {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2}, MROPE),
     "qwen2_5_vl": (
@@ -160,6 +167,10 @@ def test_the_text_part_of_a_vision_model_loads(name: str, tmp_path: Path) -> Non
         flat = {**inner, "model_type": name, "vision_config": vision, "image_token_id": 5}
         (tmp_path / "config.json").write_text(json.dumps(flat))
         assert read_config(tmp_path) == model.config
+    if name == "lfm2_vl":  # as older files write it
+        older = {**json.loads((tmp_path / "config.json").read_text()), "tie_embedding": True}
+        assert ModelConfig.from_dict(older).tie_embeddings
+        assert type(config).from_dict(older).tie_word_embeddings
     save_pretrained(model, tmp_path / "text")
     assert read_config(tmp_path / "text") == model.config
 

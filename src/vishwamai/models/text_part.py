@@ -15,6 +15,7 @@ WRAPPERS: Mapping[str, str] = {
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "kimi_k25": "deepseek_v3",
+    "lfm2_vl": "lfm2",
     "llama4": "llama4_text",
     "llava": "llama",
     "mistral3": "mistral",
@@ -72,8 +73,11 @@ def text_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             raise ShapeError(f"{source}: `text_config` is {inner!r}; expected an object with the keys of the decoder.")
         flat = {"model_type": WRAPPERS[kind], **inner}
         flat |= {key: values[key] for key in _SHARED if flat.get(key) is None and values.get(key) is not None}
-        if values.get("tie_word_embeddings") is not None:
-            flat["tie_word_embeddings"] = values["tie_word_embeddings"]
+        older = values.get("tie_embedding") if kind == "lfm2_vl" else None
+        tied = values.get("tie_word_embeddings") if older is None else older
+        if tied is not None:
+            flat["tie_word_embeddings"] = tied
+            flat.pop("tie_embedding", None)
         for key in ("rope_scaling", "rope_parameters"):
             flat[key] = _one_coordinate(flat.get(key))
     elif inner is not None:

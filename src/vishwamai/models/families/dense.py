@@ -94,6 +94,7 @@ DENSE: Mapping[str, Family] = {
         {**COMMON, **SILU, **HEADS},
         defaults={"num_key_value_heads": 8, "sliding_window": 4096, **tokens(1, 2)},
         sizes=sizes(32000, 4096, 14336, 32, 32, 131072),
+        ignored=("norm_eps",),
         layer_types="all",
     ),
     "qwen2": Family(
@@ -301,6 +302,12 @@ DENSE: Mapping[str, Family] = {
             "tie_word_embeddings": True,
             **tokens(1, 2),
         },
+    ),
+    "PanguEmbedded": Family(
+        "PanguEmbeddedForCausalLM",  # Llama's layers
+        {**COMMON, **SILU, "bias": "attention_bias"},
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "bias": True, **tokens(1, 45892, 0)},
+        theta=16_000_000.0,
     ),
     "internlm2": Family(
         "InternLM2ForCausalLM",
