@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import httpx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import peft
@@ -93,6 +94,49 @@ def test_answers_of_several_adapters_are_those_of_the_merged_models(family, fold
     assert [answer.token_ids for answer in again] == expected
     assert [answer.cached > 0 for answer in again] == [True, True, True, False, False]
     assert [answer.cached for answer in answers] == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param("Llama", {}, marks=pytest.mark.turns(4)),
+        pytest.param("Phi3", {}, marks=pytest.mark.long),
+        pytest.param("Llama", {"quantize": "int8"}, marks=pytest.mark.long),
+    ],
+)
+def test_adapters_are_split_as_the_weights_are(family, options, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_release, "_shares_host_memory", lambda: False)
+    folder = folder if family == "Llama" else write_adapters(tmp_path, family)
+    sizes = AdapterSizes(3, 8)
+    one = load(folder / "base", adapters=sizes, **options).engine(compile="lazy")
+    planned = load(folder / "base", adapters=sizes, mesh="tensor=2", **options)
+    split = planned.engine(compile="lazy")
+    for name in "abc":
+        one.load_adapter(name, folder / name)
+        split.load_adapter(name, folder / name)
+    expected = [answer.token_ids for answer in one.generate(PROMPTS, GREEDY, NAMES)]
+    assert [answer.token_ids for answer in split.generate(PROMPTS, GREEDY, NAMES)] == expected
+    assert len(set(expected)) == 5
+    parts = {
+        name: [half.addressable_shards[0].data.shape for half in split.adapters.matrices[0, name]]
+        for name in ("query", "output", "up", "down")
+    }
+    assert parts == {
+        "query": [(32, 24), (24, 16)],
+        "output": [(16, 24), (24, 32)],
+        "up": [(32, 24), (24, 24)],
+        "down": [(24, 24), (24, 32)],
+    }
+    arrays = jax.tree.leaves((split.model, split.adapters.matrices))
+    assert planned.weights == sum(shard.data.nbytes for x in arrays for shard in x.addressable_shards)
+    before = [x.sharding for x in jax.tree.leaves(split.adapters.matrices)]
+    split.sleep()
+    split.wake()
+    assert [x.sharding for x in jax.tree.leaves(split.adapters.matrices)] == before
+    split.unload_adapter("a")
+    split.load_adapter("d", folder / "a")
+    names = ["d" if name == "a" else name for name in NAMES]
+    assert [answer.token_ids for answer in split.generate(PROMPTS, GREEDY, names)] == expected
 
 
 @pytest.mark.turns(4)

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output.exists() and any(arguments.output.iterdir()):
         raise CommandError(f"--output: {arguments.output} is not empty; choose a new directory.")
     adapters = model_options.adapter_sizes(arguments, 0)
-    target = _target(arguments, adapters is not None)
+    target = _target(arguments)
     planned = model.plan(arguments, adapters, target)
     from vishwamai.inference.program_sets import write_set
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _target(arguments: argparse.Namespace, adapters: bool) -> str | None:
+def _target(arguments: argparse.Namespace) -> str | None:
     """The TPU or the slice, None for this machine; a slice of several devices gets a mesh where no option has one."""
     import jax
 
@@ -83,6 +83,6 @@ def _target(arguments: argparse.Namespace, adapters: bool) -> str | None:
         return None
     name = Target.parse_tpu(arguments.target).name
     count = len(libtpu.devices_for(str(name)))
-    if count > 1 and arguments.mesh is None and not adapters:
+    if count > 1 and arguments.mesh is None:
         arguments.mesh = f"tensor={count}"
     return name

@@ -167,8 +167,6 @@ def adapter_sizes(arguments: argparse.Namespace, count: int) -> AdapterSizes | N
     places = count if arguments.max_adapters is None else arguments.max_adapters
     if places < count or arguments.max_adapter_rank < 1:
         raise CommandError("--max-adapters is less than the adapters of --adapter, or --max-adapter-rank less than 1.")
-    if places and arguments.mesh is not None:
-        raise CommandError("adapters are served on one device; leave out --mesh.")
     return AdapterSizes(places, arguments.max_adapter_rank) if places else None
 
 

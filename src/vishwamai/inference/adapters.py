@@ -13,13 +13,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.inference.sharding import adapter_shapes
 from vishwamai.models.adapters import AdapterSizes, Place, Thin, read_adapter
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from vishwamai.models import Decoder
 
 Matrices = dict[Place, tuple[Any, Any]]
@@ -48,10 +52,11 @@ class Adapters:
     Args:
       model: whose weights they adapt.
       sizes: places.
+      mesh: mesh of the model, None for one device.
       change: takes the matrices of all adapters for the next steps.
     """
 
-    def __init__(self, model: Decoder, sizes: AdapterSizes, change: Callable[[Matrices], None]):
+    def __init__(self, model: Decoder, sizes: AdapterSizes, mesh: Mesh | None, change: Callable[[Matrices], None]):
         if model.stacked:
             raise ShapeError("Adapters: the model's layers are stacked; load it with `stacked=False`.")
         self._config, self.sizes, self._change = model.config, sizes, change
@@ -59,8 +64,8 @@ class Adapters:
         self._places: list[Adapter | None] = [None] * sizes.count
         self._names: dict[str, Adapter] = {}
         self.matrices: Matrices = {
-            where: (jnp.zeros(down, model.dtype), jnp.zeros(up, model.dtype))
-            for where, (down, up) in sizes.shapes(model.config).items()
+            where: (_zeros(down), _zeros(up))
+            for where, (down, up) in adapter_shapes(model.config, sizes, model.dtype, mesh).items()
         }
 
     @property
@@ -150,11 +155,18 @@ class Adapters:
             a, b = np.zeros((down.shape[0], rank), np.float32), np.zeros((rank, up.shape[1]), np.float32)
             if thin is not None:
                 a[:, : thin[0].shape[1]], b[: thin[1].shape[0]] = thin
-            matrices[where] = (
-                down.at[:, first : first + rank].set(a.astype(down.dtype)),
-                up.at[first : first + rank].set(b.astype(up.dtype)),
-            )
+            matrices[where] = _replaced(down, a, 0, first), _replaced(up, b, first, 0)
         return matrices
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+
+
+def _replaced(target: jax.Array, part: np.ndarray, row: int, column: int) -> jax.Array:
+    """The matrices of all adapters, with those of one from a row and a column on; each device writes its share."""
+    placed = jax.device_put(part.astype(target.dtype), target.sharding if target.committed else None)
+    return jax.lax.dynamic_update_slice(target, placed, (row, column))
 
 
 def _root(adapter: Mapping[Place, Thin]) -> bytes:

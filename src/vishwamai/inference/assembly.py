@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from vishwamai.inference.head_memory import head_memory, pool_dtype
 from vishwamai.inference.memory import ring_pages, rings_of
 from vishwamai.inference.pools import make_pools
 from vishwamai.inference.programs import Programs
-from vishwamai.inference.sharding import place_of, put
+from vishwamai.inference.sharding import adapter_shapes, place_of, put
 from vishwamai.models.next_token import NextTokenHead
 
 if TYPE_CHECKING:
@@ -72,10 +70,8 @@ def assemble(
         draft_pages = head_memory(draft, pools[1], limits, num_pages, options.get("drafts", 0), mesh)
     place = place_of(model)
     if adapters is not None and place is not None:
-        matrices = {
-            where: tuple(put(jax.ShapeDtypeStruct(shape, model.dtype), place) for shape in pair)
-            for where, pair in adapters.shapes(model.config).items()
-        }
+        shapes = adapter_shapes(model.config, adapters, model.dtype, mesh)
+        matrices = shapes if mesh is not None else put(shapes, place)
     return Programs(
         model,
         limits,

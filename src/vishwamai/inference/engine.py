@@ -146,9 +146,7 @@ class Engine:
         elif num_states < 1:
             raise ShapeError(f"Engine: `num_states` is {num_states}; pass at least 1, the states of one sequence.")
         sample = calibration_tokens(model.config.vocab_size, min(256, self.limits.max_length), tokenizer)
-        if adapters is not None and mesh is not None:
-            raise ShapeError("Engine: adapters are served on one device; leave out `mesh`.")
-        self.adapters = None if adapters is None else Adapters(model, adapters, self._change)
+        self.adapters = None if adapters is None else Adapters(model, adapters, mesh, self._change)
         if tiers is not None and (mesh is not None or not prefix_cache):
             raise ShapeError("Engine: `tiers` are of a prefix cache on one device; pass no `mesh`, or no `tiers`.")
         self.programs = assemble(

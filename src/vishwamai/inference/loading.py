@@ -20,7 +20,15 @@ from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.head_memory import hidden_bytes, pool_dtype
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.load import Draft, Load, devices_of_target, form_of_directory, packed_form, quantizes_head
-from vishwamai.inference.memory import default_states, page_bytes, ring_pages, rings_of, state_bytes, weight_bytes
+from vishwamai.inference.memory import (
+    adapter_bytes,
+    default_states,
+    page_bytes,
+    ring_pages,
+    rings_of,
+    state_bytes,
+    weight_bytes,
+)
 from vishwamai.inference.pools import kv_dtype_of
 from vishwamai.inference.sharding import serving_mesh
 from vishwamai.models.adapters import AdapterSizes
@@ -145,7 +153,7 @@ def plan_load(
 
     read_index(directory)  # every file is there, and whole
     weights, page, ring = sizes(directory, config, rings)
-    weights += 0 if adapters is None else adapters.bytes(config, itemsize)
+    weights += 0 if adapters is None else copies * adapter_bytes(config, adapters, dtype, devices)
     draft, draft_page, draft_ring, rows = None, 0, 0, (drafts + 1) * max_sequences
     if draft_model is not None and draft_head:
         raise ShapeError("plan_load: `draft_model` and `draft_head` both guess the next tokens; pass one of them.")

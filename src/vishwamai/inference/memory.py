@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import QTensor, bits
 from vishwamai.core.quantized.packed_qtensor import has_kernel
 from vishwamai.inference.limits import Limits
-from vishwamai.inference.sharding import logical_rules, pool_sharding
+from vishwamai.inference.sharding import adapter_shapes, logical_rules, pool_sharding
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import has_states, page_shapes, pages_of, window_rings
 from vishwamai.models.parameters import Parameter, parameter_path, top_parameters
@@ -22,6 +23,7 @@ from vishwamai.models.parameters import Parameter, parameter_path, top_parameter
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
+    from vishwamai.models.adapters import AdapterSizes
     from vishwamai.models.storage import Storage
 
 
@@ -91,6 +93,13 @@ def weight_bytes(
         packs = not on_cpu or (mesh is None and has_kernel(weight.format, weight.block_size))
         total += _packed_bytes(weight, on_cpu) if packs else _unpacked_bytes(weight)
     return total
+
+
+def adapter_bytes(config: ModelConfig, sizes: AdapterSizes, dtype: DTypeLike, mesh: Mesh | None) -> int:
+    """Bytes on each device of the matrices of all adapters."""
+    shapes = jax.tree.leaves(adapter_shapes(config, sizes, dtype, mesh))
+    parts = (x.shape if x.sharding is None else x.sharding.shard_shape(x.shape) for x in shapes)
+    return jnp.dtype(dtype).itemsize * sum(map(math.prod, parts))
 
 
 def _packed_bytes(weight: QTensor, on_cpu: bool) -> int:

@@ -21,9 +21,12 @@ from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import MixedPool, QuantizedPages
-from vishwamai.models.parameters import LOGICAL_NAMES, split_units
+from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, split_units
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+    from vishwamai.models.adapters import AdapterSizes, Place
     from vishwamai.models.decoder import Decoder
     from vishwamai.parallel import LogicalRules
 
@@ -145,6 +148,24 @@ def place_model(model: Decoder, mesh: Mesh) -> Decoder:
             )
         variable.set_value(jax.device_put(value, parameter_sharding(*place)))
     return model
+
+
+def adapter_shapes(
+    config: ModelConfig, sizes: AdapterSizes, dtype: DTypeLike, mesh: Mesh | None
+) -> dict[Place, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    """The matrices of all adapters by place, split over the mesh as the weights are that they adapt."""
+    from vishwamai.models.storage import parameter_sharding
+
+    rules = None if mesh is None else logical_rules(config, mesh)
+
+    def described(parameter: Parameter, name: str) -> jax.ShapeDtypeStruct:
+        split = None if mesh is None or rules is None else parameter_sharding(mesh, rules, parameter, 1, name, "Engine")
+        return jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=split)
+
+    return {
+        (layer, name): (described(down, name), described(up, name))
+        for (layer, name), (down, up) in sizes.parameters(config).items()
+    }
 
 
 def place_pool(config: ModelConfig, pool: Any, mesh: Mesh | None) -> Any:

@@ -21,6 +21,7 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.weight import WrappedWeight
 from vishwamai.models.blocks import linear
 from vishwamai.models.config import ModelConfig
+from vishwamai.models.parameters import Parameter
 from vishwamai.models.shards import read_header
 from vishwamai.models.tensors import Piece, piece
 from vishwamai.models.values import read_json
@@ -67,7 +68,7 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> dict[Place, Thin
     places = _places(config)
     adapter: dict[Place, Thin] = {}
     used: set[str] = set()
-    for (layer, name), (where, shape) in places.items():
+    for (layer, name), (where, parameter) in places.items():
         module = where.tensors[0].removesuffix(".weight")
         names = [f"base_model.model.{module}.lora_{half}.weight" for half in "AB"]
         if names[0] not in tensors and names[1] not in tensors:
@@ -76,14 +77,14 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> dict[Place, Thin
             raise ShapeError(f"{path}: it has one of `{names[0]}` and `{names[1]}`; expected both.")
         down, up = (np.asarray(tensors[half].read()).astype(np.float32) for half in names)
         used.update(names)
-        rank, stored = down.shape[0], where.shape(shape)
+        rank, stored = down.shape[0], where.shape(parameter.shape)
         outer, inner = (0, 1) if where.transpose else (1, 0)  # GPT-2's weights are [in, out]
         if down.shape != (rank, stored[inner]) or up.shape != (stored[outer], rank):
             raise ShapeError(
                 f"{path}: `{module}` has matrices of shapes {list(down.shape)} and {list(up.shape)}; the model's "
                 f"weight has {list(stored)}."
             )
-        rows = where.index((slice(None), slice(None)), shape)[outer]
+        rows = where.index((slice(None), slice(None)), parameter.shape)[outer]
         adapter[layer, name] = down.T, _scale(settings, module, rank, settings_path) * up[rows].T
     unread = sorted(tensors.keys() - used)
     if unread or not adapter:
@@ -136,10 +137,10 @@ def _settings(directory: str | Path) -> tuple[Path, Path, dict[str, Any]]:
     return settings_path, path, settings
 
 
-def _places(config: ModelConfig) -> dict[Place, tuple[Piece, tuple[int, ...]]]:
-    """Where the products that may have an adapter lie in a checkpoint, and their shapes `[in, out]`."""
+def _places(config: ModelConfig) -> dict[Place, tuple[Piece, Parameter]]:
+    """Where the products that may have an adapter lie in a checkpoint, and their weights `[in, out]`."""
     return {
-        (layer, name): (piece(config, name, parameter, layer), parameter.shape)
+        (layer, name): (piece(config, name, parameter, layer), parameter)
         for layer, kind in enumerate(config.layers)
         for name, parameter in kind.parameters(config).items()
         if name in TARGETS and parameter.matrix and len(parameter.shape) == 2
@@ -190,19 +191,21 @@ class AdapterSizes:
     count: int
     rank: int
 
-    def shapes(self, config: ModelConfig) -> dict[Place, tuple[tuple[int, int], tuple[int, int]]]:
-        """The shapes of `down` and `up` of all adapters, by place."""
+    def parameters(self, config: ModelConfig) -> dict[Place, tuple[Parameter, Parameter]]:
+        """`down` and `up` of all adapters, by place: a mesh that splits the weight splits the same axis of them."""
         columns = self.count * self.rank
-        return {where: ((shape[0], columns), (columns, shape[1])) for where, (_, shape) in _places(config).items()}
+        return {
+            where: (
+                Parameter((weight.shape[0], columns), (weight.axes[0], None)),
+                Parameter((columns, weight.shape[1]), (None, weight.axes[1])),
+            )
+            for where, (_, weight) in _places(config).items()
+        }
 
     @staticmethod
     def modules(config: ModelConfig) -> set[str]:
         """Names of the modules of a checkpoint whose products may have an adapter."""
         return {where.tensors[0].removesuffix(".weight") for where, _ in _places(config).values()}
-
-    def bytes(self, config: ModelConfig, itemsize: int) -> int:
-        """Of the matrices of all adapters."""
-        return itemsize * sum(a * b for pair in self.shapes(config).values() for a, b in pair)
 
     def choice(self, places: Any) -> Any:
         """`[tokens, columns]` of the number of each token's adapter, -1 for none; see `AdaptedWeight`."""
