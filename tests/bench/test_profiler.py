@@ -19,6 +19,7 @@ from vishwamai.measure import trace
 from vishwamai.measure.flops import program_flops
 from vishwamai.models import Decoder, ModelConfig
 from vishwamai.performance import Estimate, Measurement, TPUProfiler, profiler
+from vishwamai.performance.subject import input_values, subject_of
 from vishwamai.training.flops import flops_per_token
 
 PEAK = 1e15
@@ -201,14 +202,14 @@ def test_a_module_is_profiled_with_its_own_inputs(known_peak, no_trace):
 
 def test_values_come_from_the_seed():
     def values(seed, given):
-        subject = profiler._subject(lambda *x: x, given, None, seed)
-        return [np.asarray(one) for one in profiler._values(subject, seed)]
+        subject = subject_of(lambda *x: x, given, None, seed)
+        return [np.asarray(one) for one in input_values(subject, seed)]
 
     given = (shape(100), shape(100, dtype=jnp.int32), shape(100, dtype=jnp.bool_), shape(9, dtype=jnp.float8_e4m3fn))
     one, same, other = values(1, given), values(1, given), values(2, given)
     assert all((a == b).all() for a, b in zip(one, same)) and (one[0] != other[0]).any()
     assert set(one[1].tolist()) == {0, 1} and one[2].dtype == bool and one[3].dtype == jnp.float8_e4m3fn
-    tokens = profiler._values(profiler._subject(decoder(), (4, 50), None, 0), 0)[0]
+    tokens = input_values(subject_of(decoder(), (4, 50), None, 0), 0)[0]
     assert tokens.dtype == jnp.int32 and 2 < tokens.max() < 64 and tokens.min() >= 0
 
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from vishwamai.aot import has_libtpu, inspect
 from vishwamai.bench.machine import Usage, cpu
@@ -33,6 +29,7 @@ from vishwamai.measure.machine_peaks import local_peaks
 from vishwamai.measure.measurement import undisturbed
 from vishwamai.measure.trace import OperationTime, operation_times, record_trace, why_no_trace
 from vishwamai.performance.profile_results import ProfileResults, TargetEstimate
+from vishwamai.performance.subject import NAME, Subject, input_values, not_taken, number_dtype, subject_of
 from vishwamai.performance.usage import counted_peak, planned_memory
 from vishwamai.planning.memory.compiler import verify
 
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 
-_NAME = "profile_execution"
 _MOST_STEPS = 100_000
 _TRACED = 5
 """Steps that are traced, at most: a trace of many is slow to read."""
@@ -89,7 +85,7 @@ class TPUProfiler:
             raise ShapeError(f"TPUProfiler: `seed` is {seed}; pass 0 or more.")
         self.target = target
         self.trace_directory = _directory(trace_directory)
-        self.dtype = None if dtype is None else _number_dtype(dtype)
+        self.dtype = None if dtype is None else number_dtype(dtype)
         self.seed = seed
 
     @checked
@@ -122,15 +118,15 @@ class TPUProfiler:
           ConfigError: the trace's directory cannot be written.
           DeviceError: the program does not fit the memory, or libtpu is missing for the target's estimate.
         """
-        check_callable(_NAME, "model", model)
+        check_callable(NAME, "model", model)
         for name, steps, least in (("warmup_steps", warmup_steps, 0), ("profile_steps", profile_steps, 1)):
             if not least <= steps <= _MOST_STEPS:
-                raise ShapeError(f"{_NAME}: `{name}` is {steps}; pass a whole number from {least} to {_MOST_STEPS}.")
+                raise ShapeError(f"{NAME}: `{name}` is {steps}; pass a whole number from {least} to {_MOST_STEPS}.")
         if self.target is not None and not has_libtpu():
-            raise DeviceError(f"{_NAME}: an estimate for {self.target} needs libtpu: {install_line('aot')}.")
-        subject = _subject(model, input_shape, self.dtype, self.seed)
+            raise DeviceError(f"{NAME}: an estimate for {self.target} needs libtpu: {install_line('aot')}.")
+        subject = subject_of(model, input_shape, self.dtype, self.seed)
         _check_memory(sum(map(_nbytes, subject.inputs)), "the inputs")
-        with Progress(_NAME) as progress, undisturbed(), self._traces() as directory:
+        with Progress(NAME) as progress, undisturbed(), self._traces() as directory:
             progress.say("tracing and compiling")
             start = time.perf_counter()
             compiled = _compiled(subject)
@@ -138,12 +134,12 @@ class TPUProfiler:
             memory, parts = planned_memory(compiled)
             _check_memory(memory.value, "the program")
             flops, source = _flops(subject, compiled)
-            arguments = (*subject.state, *_values(subject, self.seed))
+            arguments = (*subject.state, *input_values(subject, self.seed))
 
             def step() -> None:
                 jax.block_until_ready(compiled(*arguments))
 
-            with out_of_memory_named(_NAME):
+            with out_of_memory_named(NAME):
                 for done in range(warmup_steps):
                     progress.say(f"warming up, step {done + 1} of {warmup_steps}")
                     step()
@@ -199,105 +195,8 @@ class TPUProfiler:
             with tempfile.TemporaryFile(dir=self.trace_directory):
                 pass
         except OSError as error:
-            raise ConfigError(
-                f"{_NAME}: `trace_directory` {self.trace_directory} cannot be written: {error}"
-            ) from error
+            raise ConfigError(f"{NAME}: `trace_directory` {self.trace_directory} cannot be written: {error}") from error
         yield self.trace_directory
-
-
-@dataclasses.dataclass(frozen=True)
-class _Subject:
-    """What is profiled: a function of `state` and `inputs`. `tokens`: integers below this are legal inputs."""
-
-    name: str
-    run: Callable[..., Any]
-    state: tuple[Any, ...]
-    inputs: tuple[jax.ShapeDtypeStruct, ...]
-    tokens: int
-    devices: int
-
-    @property
-    def shapes(self) -> tuple[Any, ...]:
-        """The arguments without values."""
-        return (*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state), *self.inputs)
-
-
-def _linen_variables(model: Any, inputs: Sequence[jax.ShapeDtypeStruct], seed: int) -> Any:
-    try:
-        return jax.jit(model.init)(jax.random.key(seed), *(jnp.zeros(x.shape, x.dtype) for x in inputs))
-    except VishwamaiError:
-        raise
-    except Exception as error:  # of the caller's own model
-        raise _not_taken(error) from error
-
-
-def _not_taken(error: Exception) -> ShapeError:
-    text = str(error).strip() or type(error).__name__
-    return ShapeError(f"{_NAME}: `model` does not take inputs of `input_shape`: {text}")
-
-
-def _subject(model: Any, input_shape: object, dtype: np.dtype[Any] | None, seed: int) -> _Subject:
-    linen = sys.modules.get("flax.linen")
-    if linen is not None and isinstance(model, linen.Module):
-        inputs = _inputs(input_shape, dtype or np.dtype(np.float32))
-        name = _called(type(model).__name__, inputs)
-        return _Subject(name, model.apply, (_linen_variables(model, inputs, seed),), inputs, 2, 1)
-    nnx = sys.modules.get("flax.nnx")  # who has a module has imported it
-    if nnx is None or not isinstance(model, nnx.Module):
-        inputs = _inputs(input_shape, dtype or np.dtype(np.float32))
-        name = getattr(model, "__name__", type(model).__name__)
-        return _Subject(_called(name, inputs), lambda *inputs: model(*inputs), (), inputs, 2, 1)
-    from vishwamai.models import Decoder
-
-    tokens = model.config.vocab_size if isinstance(model, Decoder) else 2
-    inputs = _inputs(input_shape, dtype or np.dtype(np.int32 if isinstance(model, Decoder) else np.float32))
-    graph, state = nnx.split(model)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if not isinstance(leaf, (jax.Array, np.ndarray)):
-            raise ShapeError(
-                f"{_NAME}: `model`{jax.tree_util.keystr(path)} is {described(leaf)}; pass a module with its parameters."
-            )
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-    devices = max((len(sharding.device_set) for sharding in shardings), default=1)
-    name = _called(type(model).__name__, inputs)
-    return _Subject(name, lambda state, *inputs: nnx.merge(graph, state)(*inputs), (state,), inputs, tokens, devices)
-
-
-def _called(name: str, inputs: Sequence[jax.ShapeDtypeStruct]) -> str:
-    name = name.replace("<lambda>", "lambda")
-    return f"{name}({', '.join(f'{shape.dtype}{list(shape.shape)}' for shape in inputs)})"
-
-
-def _inputs(shapes: Any, dtype: np.dtype[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The inputs that `input_shape` describes."""
-    several = isinstance(shapes, (tuple, list)) and len(shapes) > 0 and not _is_size(shapes[0])
-    inputs = []
-    for entry in shapes if several else (shapes,):
-        shape = entry.shape if isinstance(entry, jax.ShapeDtypeStruct) else entry
-        if not isinstance(shape, (tuple, list)) or not all(map(_is_size, shape)):
-            raise ShapeError(
-                f"{_NAME}: `input_shape` is {described(shapes)}; pass a shape such as (8, 128), a "
-                "jax.ShapeDtypeStruct, or a tuple of these."
-            )
-        entry_dtype = _number_dtype(entry.dtype) if isinstance(entry, jax.ShapeDtypeStruct) else dtype
-        inputs.append(jax.ShapeDtypeStruct(tuple(int(size) for size in shape), entry_dtype))
-    return tuple(inputs)
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < 2**31)
-
-
-def _number_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    try:
-        number_dtype = jnp.dtype(dtype)
-    except Exception as error:
-        raise ShapeError(f"TPUProfiler: `dtype` is {described(dtype)}; pass a dtype such as 'float32'.") from error
-    if not (jnp.issubdtype(number_dtype, jnp.number) or number_dtype == np.bool_):
-        raise ShapeError(
-            f"TPUProfiler: dtype {number_dtype} is not one of numbers; pass one such as 'float32' or 'int32'."
-        )
-    return jax.dtypes.canonicalize_dtype(number_dtype)
 
 
 def _directory(directory: object) -> Path | None:
@@ -324,31 +223,18 @@ def _check_memory(nbytes: float, subject: str) -> None:
     memory = cpu().memory
     if memory is not None and nbytes > memory and jax.default_backend() == "cpu":
         raise DeviceError(
-            f"{_NAME}: {subject} takes {human(nbytes)}, this machine has {human(memory)}; pass smaller shapes."
+            f"{NAME}: {subject} takes {human(nbytes)}, this machine has {human(memory)}; pass smaller shapes."
         )
 
 
-def _values(subject: _Subject, seed: int) -> tuple[jax.Array, ...]:
-    rng = np.random.default_rng(seed)
-
-    def random_array(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        if jnp.issubdtype(shape.dtype, jnp.inexact):
-            numbers = rng.standard_normal(shape.shape, np.float32)
-        else:
-            numbers = rng.integers(0, 2 if shape.dtype.itemsize == 1 else subject.tokens, shape.shape)
-        return jax.device_put(numbers.astype(shape.dtype))
-
-    return tuple(map(random_array, subject.inputs))
-
-
-def _compiled(subject: _Subject) -> jax.stages.Compiled:
+def _compiled(subject: Subject) -> jax.stages.Compiled:
     try:
         lowered = jax.jit(subject.run).lower(*subject.state, *subject.inputs)
     except VishwamaiError:
         raise
     except Exception as error:  # of the caller's own model
-        raise _not_taken(error) from error
-    with out_of_memory_named(_NAME):
+        raise not_taken(error) from error
+    with out_of_memory_named(NAME):
         return lowered.compile()
 
 
@@ -365,7 +251,7 @@ def _traced(
     return path, operations, () if operations else ("the trace has no operations of this program.",)
 
 
-def _flops(subject: _Subject, compiled: jax.stages.Compiled) -> tuple[ProgramFlops, str]:
+def _flops(subject: Subject, compiled: jax.stages.Compiled) -> tuple[ProgramFlops, str]:
     flops = program_flops(subject.run, *subject.shapes)
     if flops.total:
         loops = f"; {flops.unknown_loops} loops of unknown length count once" if flops.unknown_loops else ""
@@ -394,7 +280,7 @@ def _mfu(flops: ProgramFlops, seconds: float, devices: int) -> tuple[Measurement
     return Measurement(share, jax.devices()[0].device_kind, "of peak"), peaks.how, (note,)
 
 
-def _estimate(subject: _Subject, target: str, flops: ProgramFlops) -> TargetEstimate:
+def _estimate(subject: Subject, target: str, flops: ProgramFlops) -> TargetEstimate:
     chip = Target.parse_chip(target)
     schedule = inspect(subject.run, subject.shapes, target)
     memory = verify(subject.run, *subject.shapes, target=target)

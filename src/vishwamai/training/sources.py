@@ -11,7 +11,6 @@ import dataclasses
 import fnmatch
 import functools
 import glob
-import gzip
 import itertools
 import json
 import os
@@ -22,8 +21,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from vishwamai.core.errors import ConfigError
-from vishwamai.training import bounded, hub_data
+from vishwamai.training import hub_data
 from vishwamai.training.config import DpoSection, SourceSection
+from vishwamai.training.readers import READERS, Unreadable, present, rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,13 +191,13 @@ def _hub_records(source: SourceSection, columns: list[str], take: Read) -> Itera
     """The rows of a dataset of the Hub, numbered from 1, within the bounds of local files."""
     count = 0
     for batch in hub_data.batches(source):
-        names = _present(columns, source.tools, batch.schema.names)
-        if isinstance(names, _Unreadable):
+        names = present(columns, source.tools, batch.schema.names)
+        if isinstance(names, Unreadable):
             yield (str(source.dataset), 0), Bad(str(source.dataset), 0, names.reason)
             return
-        for number, record in enumerate(_rows(batch.select(names), source.max_record_mib << 20), count + 1):
+        for number, record in enumerate(rows(batch.select(names), source.max_record_mib << 20), count + 1):
             place = str(source.dataset), number
-            yield place, Bad(*place, record.reason) if isinstance(record, _Unreadable) else take(record, place)
+            yield place, Bad(*place, record.reason) if isinstance(record, Unreadable) else take(record, place)
         count += len(batch)
 
 
@@ -211,12 +211,11 @@ def _file_records(source: SourceSection, columns: list[str], take: Read) -> Iter
             reason = f"plain text has no columns {', '.join(columns)}; pass JSON, JSONL, Parquet or datasets"
             yield (str(path), 0), Bad(str(path), 0, reason)
             continue
-        read = {"text": _text, "json": _json, "jsonl": _jsonl, "parquet": _parquet, "datasets": _arrow}[kind]
         number = 0
         try:
-            for number, record in read(path, columns, source.tools, source.max_record_mib << 20):
+            for number, record in READERS[kind](path, columns, source.tools, source.max_record_mib << 20):
                 place = str(path), number
-                content = Bad(*place, record.reason) if isinstance(record, _Unreadable) else record
+                content = Bad(*place, record.reason) if isinstance(record, Unreadable) else record
                 yield place, content if isinstance(content, Bad) or kind == "text" else take(content, place)
         # pyarrow's errors are ValueErrors, a MemoryError and a KeyError among them.
         except (OSError, ValueError, EOFError, LookupError, MemoryError, RecursionError, zlib.error) as error:
@@ -227,109 +226,6 @@ def _is_data(path: Path, root: Path) -> bool:
     """Hidden files, and the JSON files that `datasets` writes next to its Arrow files, hold no documents."""
     hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
     return not hidden and not (path.name in ("state.json", "dataset_info.json", "dataset_dict.json") and path != root)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Unreadable:
-    """In place of a record that cannot be read."""
-
-    reason: str
-
-
-def _content(path: Path, most: int) -> bytes:
-    """What a file holds, which a file of gzip multiplies."""
-    if path.suffix != ".gz":
-        return path.read_bytes()
-    with gzip.open(path, "rb") as lines:
-        content = lines.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"its content takes more than {bounded.limit(most)}")
-    return content
-
-
-def _text(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
-    try:
-        text = _content(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        yield 0, _Unreadable(f"not UTF-8: byte {error.start}")
-        return
-    yield 0, text if text.strip() else _Unreadable("empty")
-
-
-def _json(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
-    """The records of an array, numbered from 1; a file that holds an object in each line is read as lines."""
-    try:
-        records = json.loads(_content(path, most))
-    except ValueError as error:
-        if "Extra data" not in str(error):
-            raise ValueError(f"not JSON: {error}") from error
-        yield from _jsonl(path, columns, tools, most)
-        return
-    if isinstance(records, dict) and not any(name in records for name in columns):
-        yield 0, _Unreadable("an object and not an array of records; pass a list, or JSONL")
-        return
-    yield from enumerate(records if isinstance(records, list) else [records], 1)
-
-
-def _jsonl(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
-        for number, line in enumerate(bounded.lines(lines, most), 1):
-            if line is None:
-                yield number, _Unreadable(f"the line takes more than {bounded.limit(most)}")
-                continue
-            if not line.strip():
-                yield number, _Unreadable("empty line")
-                continue
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield number, _Unreadable(f"not JSON: {error}")
-
-
-def _parquet(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
-    table = bounded.open_parquet(path, [*columns, tools], most)
-    names = _present(columns, tools, table.schema_arrow.names)
-    if isinstance(names, _Unreadable):
-        yield 0, names
-        return
-    yield from enumerate((row for batch in table.iter_batches(columns=names) for row in _rows(batch, most)), 1)
-
-
-def _arrow(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
-    count = 0
-    for batch in bounded.arrow_batches(path, most):
-        names = _present(columns, tools, batch.schema.names)
-        if isinstance(names, _Unreadable):
-            yield 0, names
-            return
-        yield from enumerate(_rows(batch.select(names), most), count + 1)
-        count += len(batch)
-
-
-def _present(columns: list[str], tools: str, names: list[str]) -> list[str] | _Unreadable:
-    """The columns to read of a table with these names."""
-    if not any(name in names for name in columns):
-        return _Unreadable(f"no column {columns[0]!r}; it has {', '.join(names)}")
-    return [name for name in dict.fromkeys([*columns, tools]) if name in names]
-
-
-def _rows(batch: object, most: int) -> Iterator[Any]:
-    """The rows of a batch of pyarrow; a text that is not UTF-8 makes one row unreadable, not the batch."""
-    for part in bounded.parts(batch, most):
-        if part is None:
-            yield _Unreadable(f"the record takes more than {bounded.limit(most)}")
-            continue
-        try:
-            yield from part.to_pylist()
-        except UnicodeDecodeError:
-            yield from (_row(part, index) for index in range(len(part)))
-
-
-def _row(batch: Any, index: int) -> Any:
-    try:
-        return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
-    except UnicodeDecodeError as error:
-        return _Unreadable(f"not UTF-8: byte {error.start} of a column")
 
 
 def _document(record: object, place: Place, column: str, tools: str) -> Document | Bad:
