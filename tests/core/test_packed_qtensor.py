@@ -5,6 +5,7 @@ other operand rounded as documented, or not at all), and gated and grouped produ
 # Calls take NumPy arrays here, and values that are wrong on purpose.
 # pyright: reportArgumentType=false
 
+import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,7 @@ IMPLEMENTATIONS = [
     "xla",
 ]
 FORMATS = [("int8", None), ("int8", 32), ("int4", None), ("int4", 64), ("mxfp4", 32), ("fp4_e2m1", 16), ("uint4", 32)]
+FORMATS += [("uint4", None), ("uint4", 64)]
 FLOATS = [("fp8_e4m3", 128), ("fp8_e4m3", None), ("mxfp8_e4m3", 32), ("fp8_e4m3", 40)]  # 8-bit ones
 EVERY = [*((form, activations) for form in FORMATS for activations in ("int8", "exact"))]
 EVERY += [(form, "exact") for form in FLOATS]
@@ -37,7 +39,8 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
 def weight_of(format: str, block_size: int | None, *shape: int, seed: int = 0):
     x = jnp.asarray(draw(*shape, seed=seed) * shape[-2] ** -0.5)
     if format == "uint4":
-        return searched(x + 0.02, format, block_size or shape[-2])
+        weight = searched(x + 0.02, format, block_size or shape[-2])
+        return dataclasses.replace(weight, block_size=block_size)
     return quantize(x, format, axis=-2, block_size=block_size)
 
 

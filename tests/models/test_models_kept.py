@@ -71,15 +71,36 @@ def test_64_greedy_tokens_are_those_of_the_plain_weights(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", KEPT)
 def test_planned_bytes_are_those_of_the_arrays(name: str, tmp_path: Path) -> None:
     published, _ = write(name, tmp_path, num_hidden_layers=2)
-    model = from_pretrained(published, quantize="keep", stacked=False)
-    # On a CPU, arrays of 4-bit numbers take a byte each; packed ones half of it, with float32 scales.
-    arrays = sum(x.nbytes for x in jax.tree.leaves(model))
-    four_bits = [w for w in held(model).values() if w.format in ("int4", "mxfp4")]
-    saved = sum(w.values.size // 2 - w.scales.size * (4 - w.scales.dtype.itemsize) for w in four_bits)
-    assert weight_bytes(model.config, 2, quantize="keep", directory=published) == arrays - saved
+    planned = {}
+    for how in ("keep", "keep packed"):
+        model = from_pretrained(published, quantize=how, stacked=False)
+        # On a CPU, arrays of 4-bit numbers take a byte each; packed ones half of it, with float32 scales.
+        arrays = sum(x.nbytes for x in jax.tree.leaves(model))
+        four_bits = [w for w in held(model).values() if w.format in ("int4", "mxfp4", "uint4")]
+        saved = sum(w.values.size // 2 - w.scales.size * (4 - w.scales.dtype.itemsize) for w in four_bits)
+        planned[how] = weight_bytes(model.config, 2, quantize=how, directory=published)
+        assert planned[how] == arrays - saved
     load = plan_load(published, quantize="keep", max_length=16, max_sequences=1)
-    assert load.weights == arrays - saved
+    assert load.weights == planned["keep packed"]
+    assert (planned["keep packed"] < planned["keep"]) == (name == "awq")
     assert "in its published numbers (other arrays bfloat16)" in str(load)
+
+
+def test_four_bits_with_zero_points_are_packed_in_four_bits(tmp_path: Path) -> None:
+    for name in ("awq", "compressed-asymmetric"):
+        published, _ = write(name, tmp_path / name)
+        weights = held(from_pretrained(published, quantize="keep packed"))
+        if name != "awq":  # float32 scales have more bits than a word beside a zero point
+            assert {weight.format for weight in weights.values()} == {"int8"}
+            tensors = load_file(published / "model.safetensors")
+            narrow = {key: value.astype(np.float16) for key, value in tensors.items() if key.endswith("_scale")}
+            save_file(tensors | narrow, published / "model.safetensors")
+            weights = held(from_pretrained(published, quantize="keep packed"))
+        assert len(weights) == 7 and {weight.format for weight in weights.values()} == {"uint4"}
+        expected = plain(from_pretrained(published, dtype=jnp.float32))
+        for key, weight in weights.items():
+            np.testing.assert_array_equal(weight.dequantize(), expected[key], err_msg=key)
+            assert len(np.unique(np.asarray(weight.scales) & 255)) > 4  # zero points of blocks differ
 
 
 def test_interleaved_and_fused_tensors_are_cut_in_their_own_numbers(tmp_path: Path) -> None:

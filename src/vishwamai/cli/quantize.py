@@ -1,6 +1,7 @@
 """Writes a model whose products are rounded to few bits, in the form of compressed-tensors.
 
   vishwamai quantize DIR --format int4 -o OUT
+  vishwamai quantize DIR --format int4 --asymmetric -o OUT
   vishwamai quantize DIR --format int4 --calibrate FILE -o OUT
   vishwamai quantize DIR --format int4 --calibrate FILE --bits 5.5 -o OUT
   vishwamai serve OUT --quantize keep
@@ -31,6 +32,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", choices=("int8", "int4", "fp8"), required=True, help="of the weights of products")
     parser.add_argument(
+        "--asymmetric",
+        action="store_true",
+        help="int4 with a zero point beside each scale, which blocks that are not symmetric lose less by",
+    )
+    parser.add_argument(
         "--output", "-o", type=Path, action=output.Directory, required=True, metavar="OUT", help="the new directory"
     )
     parser.add_argument(
@@ -57,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError("fp8 has one scale for each output, which no text changes; leave --calibrate out.")
     if text is None and arguments.bits is not None:
         raise CommandError("--bits chooses the products by a calibration text; pass --calibrate FILE.")
+    if arguments.asymmetric and arguments.format != "int4":
+        raise CommandError(f"--asymmetric gives int4 zero points, but --format is {arguments.format}; leave it out.")
     if arguments.max_tokens < 1:
         raise CommandError(f"--max-tokens is {arguments.max_tokens}; pass at least 1.")
     arguments.directory, _ = model.fetch(arguments.directory)
@@ -64,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--output: {arguments.output} holds a model already; choose a new directory.")
     from vishwamai.models.compressing import check_bits, check_source, write_compressed
 
-    _, index, places, form = check_source(arguments.directory, arguments.format)
+    _, index, places, form = check_source(arguments.directory, arguments.format, arguments.asymmetric)
     if arguments.bits is not None:
         check_bits(form, arguments.bits, places, index)
     model.keep_programs()
@@ -76,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             None if text is None else _rows(arguments, text),
             arguments.bits,
             count_report(progress, "rounding weights", "rounding weights, {} of {}"),
+            arguments.asymmetric,
         )
     bits = sum(form.bits_with_scales * count for form, count in counts.items()) / sum(counts.values())
     print(f"{arguments.output}: {'; '.join(map(str, counts))}; {bits:.4g} bits a weight")

@@ -51,18 +51,18 @@ def weight_bytes(
       ShapeError: as `mesh.serving_rules`, or a mesh axis cuts through blocks that share a scale.
       UnsupportedError: as `from_pretrained`.
     """
-    from vishwamai.models.storage import HEAD, KEEP, QUANTIZATIONS, Storage, parameter_sharding
+    from vishwamai.models.storage import HEAD, KEEP, KEEP_PACKED, QUANTIZATIONS, Storage, parameter_sharding
 
     on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
     storage: Callable[[str, Parameter, int | None], Storage | None] | None = None
-    if quantize == KEEP:
+    if quantize in (KEEP, KEEP_PACKED):
         from vishwamai.models.checkpoint import storages
 
         if directory is None:
             raise ShapeError(
-                f"weight_bytes: `quantize` is {KEEP!r}; pass the `directory` whose headers say what that is."
+                f"weight_bytes: `quantize` is {quantize!r}; pass the `directory` whose headers say what that is."
             )
-        storage = storages(directory, config)
+        storage = storages(directory, config, str(quantize))
     head = "embed" if config.tie_embeddings else "head"
     place = None if mesh is None else (mesh, logical_rules(config, mesh))
     total = 0

@@ -29,7 +29,7 @@ from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, parameter_path
 from vishwamai.models.periods import segments
 from vishwamai.models.published import Computed, Decoded, Index, check_settings, decode_index
 from vishwamai.models.shards import Stored, read_index
-from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage, parameter_sharding
+from vishwamai.models.storage import KEEP, KEEP_PACKED, QUANTIZATIONS, Storage, parameter_sharding
 from vishwamai.models.tensors import Piece, piece, single_experts
 from vishwamai.models.text_part import text_tensors
 from vishwamai.models.tied import end_name
@@ -60,8 +60,8 @@ def from_pretrained(
       rules: mesh axes by the logical name of an axis, a `LogicalRules` or a dict. The names are
         `parameters.LOGICAL_NAMES`; those without a rule stay whole.
       quantize: "int8", "int4" or "fp8": weights of the layers' products are rounded to `QTensor`s. "keep": those of a
-        checkpoint that is published quantized become the `QTensor`s that have exactly its numbers. A `Storage`: that
-        format, in its blocks. None: plain arrays.
+        checkpoint that is published quantized become the `QTensor`s that have exactly its numbers; "keep packed": in
+        the fewest bytes that `pack_weights` takes. A `Storage`: that format, in its blocks. None: plain arrays.
       stacked: flag of `Decoder`. By default each layer is alone, as serving wants it: a scan copies each layer's
         weights out of the stack before a kernel reads them, which decoding waits for. To train, stack them.
       config: configuration in place of the directory's own, such as one that ties the head to the embeddings.
@@ -88,7 +88,7 @@ def from_pretrained(
 
     def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
         pieces = [_piece(index, config, name, parameter, layer) for layer in layers or (None,)]
-        stored = [_find(index, entry, parameter, directory) for entry in pieces]
+        stored = [_find(index, entry, parameter, directory, quantize) for entry in pieces]
         used.update(name for entry in pieces for name in entry.tensors)
         kind = jnp.float32 if parameter.float32 else dtype
         where = parameter_path(name, None if layers is None else layers[0])
@@ -103,7 +103,7 @@ def from_pretrained(
             plain = parameter_sharding(mesh, checked_rules, replicated, len(pieces), where)
         if storage is None:
             return _read(parameter, pieces, stored, kind, plain)
-        if quantize != KEEP:
+        if quantize not in _KEPT:
             return storage.quantize(_read(parameter, pieces, stored, kind, plain), split)
         return _read_quantized(storage, parameter, pieces, stored, split)
 
@@ -130,21 +130,30 @@ def quantized(model: Decoder, quantize: str, directory: str | Path | None = None
     return model
 
 
-def storages(directory: Path, config: ModelConfig) -> Callable[[str, Parameter, int | None], Storage | None]:
+def storages(
+    directory: Path, config: ModelConfig, quantize: str = KEEP
+) -> Callable[[str, Parameter, int | None], Storage | None]:
     """How `from_pretrained(directory, quantize="keep")` holds each parameter of each layer, by the headers alone: a
     function of a parameter's name, entry and layer to its storage, None for a plain array.
+
+    Args:
+      quantize: "keep", or "keep packed".
 
     Raises:
       VishwamaiError: as `from_pretrained`, as does the function.
     """
-    index = _index(directory, KEEP, config)
+    index = _index(directory, quantize, config)
 
     def find(name: str, parameter: Parameter, layer: int | None) -> Storage | None:
         where = _piece(index, config, name, parameter, layer)
-        stored = _find(index, where, parameter, directory)
-        return _storage(KEEP, parameter, [where], [stored], parameter_path(name, layer))
+        stored = _find(index, where, parameter, directory, quantize)
+        return _storage(quantize, parameter, [where], [stored], parameter_path(name, layer))
 
     return find
+
+
+_KEPT = (KEEP, KEEP_PACKED)
+"""Values of `quantize` that say to hold the numbers of a checkpoint."""
 
 
 def is_quantized(directory: Path) -> bool:
@@ -188,13 +197,13 @@ def quantization(directory: Path) -> dict[str, Any] | None:
 
 
 def _index(directory: Path, quantize: str | Storage | None, config: ModelConfig) -> Index:
-    if quantize is not None and not isinstance(quantize, Storage) and quantize not in (KEEP, *QUANTIZATIONS):
+    if quantize is not None and not isinstance(quantize, Storage) and quantize not in (*_KEPT, *QUANTIZATIONS):
         raise ShapeError(
             f"from_pretrained: `quantize` is {quantize!r}; pass {', '.join((KEEP, *QUANTIZATIONS))} or None."
         )
     source = directory / "config.json"
     settings = quantization(directory)
-    if quantize == KEEP and not is_quantized(directory):
+    if quantize in _KEPT and not is_quantized(directory):
         raise ShapeError(
             f"from_pretrained: `quantize` is {KEEP!r}, but {source} has no `quantization_config`: its weights are "
             f"plain. Pass {', '.join(QUANTIZATIONS)} or None."
@@ -202,7 +211,7 @@ def _index(directory: Path, quantize: str | Storage | None, config: ModelConfig)
     stored = read_index(directory)
     text = text_tensors({name: name for name in stored}).values()  # settings name modules as the files do
     decoded = decode_index({name: stored[name] for name in text}, settings, str(source))
-    index = text_tensors(block_weights(decoded) if quantize == KEEP else decoded)
+    index = text_tensors(block_weights(decoded) if quantize in _KEPT else decoded)
     for part, name in FAMILIES[config.family].renamed.items():
         index = {key.replace(part, name): entry for key, entry in index.items()}
     return index if config.next_token is None else head_index(index, config.next_token)
@@ -218,7 +227,7 @@ def _storage(
     """How a parameter is held; None for a plain array."""
     if quantize is None or not parameter.matrix:
         return None
-    if quantize != KEEP:
+    if quantize not in _KEPT:
         return quantize if isinstance(quantize, Storage) else QUANTIZATIONS[quantize]
     names = [name for entry in pieces for name in entry.tensors]
     tensors = [tensor for group in stored for tensor in group]
@@ -289,7 +298,9 @@ def _piece(index: Index, config: ModelConfig, name: str, parameter: Parameter, l
     return single if single is not None and single.tensors[0] in index else where
 
 
-def _find(index: Index, where: Piece, parameter: Parameter, directory: Path) -> list[Stored | Decoded]:
+def _find(
+    index: Index, where: Piece, parameter: Parameter, directory: Path, quantize: str | Storage | None
+) -> list[Stored | Decoded]:
     expected = where.shape(parameter.shape)
     for name in where.tensors:
         if name not in index:
@@ -303,7 +314,10 @@ def _find(index: Index, where: Piece, parameter: Parameter, directory: Path) -> 
                 f"{stored.path}: tensor `{name}` has shape {list(stored.shape)}; config.json expects {list(expected)}. "
                 "The two do not belong together."
             )
-    return [index[name] for name in where.tensors]
+    tensors = [index[name] for name in where.tensors]
+    if quantize != KEEP_PACKED or not parameter.matrix:
+        return tensors
+    return [(isinstance(tensor, Decoded) and tensor.packed) or tensor for tensor in tensors]
 
 
 def _read_quantized(

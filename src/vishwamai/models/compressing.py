@@ -2,8 +2,9 @@
 reads and vLLM documents; `from_pretrained(directory, quantize="keep")` reads it too.
 
 int8 and int4 are "pack-quantized": numbers plus 2^(bits - 1), side by side in words of 32 bits, with a scale for each
-group of neighbours along the input. fp8 is "float-quantized", with a scale for each output. With a calibration text,
-the layers are rounded in turn (`gptq`), and products of int4 may become int8 (`format_choice`).
+group of neighbours along the input; int4 may have a zero point beside each scale. fp8 is "float-quantized", with a
+scale for each output. With a calibration text, the layers are rounded in turn (`gptq`), and products of int4 may become
+int8 (`format_choice`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 from vishwamai.core import caches
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.core.qtensor import QTensor
+from vishwamai.core.qtensor import QTensor, of_zero_words
 from vishwamai.models.checkpoint import from_pretrained, quantization, replace_products
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.decoder import Decoder
@@ -49,18 +50,25 @@ _WEIGHTS = ("*.safetensors*", "*.bin", "*.bin.index.json", "*.gguf", "*.pt", "*.
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """How weights are written: `num_bits` of integers in groups along the input, or 8-bit floats without groups."""
+    """How weights are written.
+
+    Attributes:
+      bits: int, those of an integer, or of a float where there are no groups.
+      group_size: numbers along the input that share a scale; None for all of them.
+      asymmetric: bool, True for a zero point beside each scale.
+    """
 
     bits: int
     group_size: int | None
+    asymmetric: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
         """Entry `weights` of a group of `quantization_config`."""
         floats = self.group_size is None
         strategy = {"strategy": "channel"} if floats else {"strategy": "group", "group_size": self.group_size}
-        kind = {"num_bits": self.bits, "type": "float" if floats else "int", "symmetric": True, "dynamic": False}
-        return kind | strategy
+        kind = {"num_bits": self.bits, "type": "float" if floats else "int", "symmetric": not self.asymmetric}
+        return kind | {"dynamic": False} | strategy
 
     @property
     def format(self) -> str:
@@ -68,13 +76,20 @@ class Compression:
         return "fp8" if self.group_size is None else f"int{self.bits}"
 
     @property
+    def storage(self) -> Storage:
+        """The `QTensor` that a weight is rounded to."""
+        return Storage(f"u{self.format}" if self.asymmetric else self.format, self.group_size)
+
+    @property
     def bits_with_scales(self) -> float:
         """Bits of a weight in the file, of those with one scale for each output without it."""
-        return self.bits if self.group_size is None else self.bits + 16 / self.group_size
+        if self.group_size is None:
+            return self.bits
+        return self.bits + (16 + (self.bits if self.asymmetric else 0)) / self.group_size
 
     def __str__(self) -> str:
         shared = "each output" if self.group_size is None else f"{self.group_size} inputs"
-        return f"{self.format}, a scale for {shared}"
+        return f"{self.format}, a scale{' and a zero point' if self.asymmetric else ''} for {shared}"
 
     def rounded(self, weight: np.ndarray, moments: np.ndarray | None = None) -> QTensor:
         """A weight `[out, in]` as a `QTensor` `[in, out]`.
@@ -86,17 +101,23 @@ class Compression:
         if self.group_size is None:
             return quantize(jnp.asarray(x), self.format, axis=-2)
         if moments is None:
-            return searched(jnp.asarray(x), self.format, self.group_size, scale_dtype=_SCALES.name)
-        return gptq(x, moments, self.format, self.group_size, _SCALES.name)
+            format = self.storage.format
+            return searched(jnp.asarray(x), format, self.group_size, scale_dtype=_SCALES.name, zero_steps=1)
+        return gptq(x, moments, self.storage.format, self.group_size, _SCALES.name)
 
     def tensors(self, stem: str, q: QTensor) -> dict[str, np.ndarray]:
         """The tensors of a rounded weight."""
         dtype = np.dtype(np.float32) if self.group_size is None else _SCALES
-        scales = {f"{stem}.weight_scale": np.ascontiguousarray(np.asarray(q.scales).T.astype(dtype))}
+        scales, tensors, half = q.scales, {}, 0
+        if self.asymmetric:
+            (scales, zeros), half = of_zero_words(scales), 1 << (self.bits - 1)
+            words = packed(np.asarray(zeros.astype(jnp.int8)) - half, self.bits)  # along the outputs
+            tensors[f"{stem}.weight_zero_point"] = np.ascontiguousarray(words.T)
+        tensors[f"{stem}.weight_scale"] = np.ascontiguousarray(np.asarray(scales).T.astype(dtype))
         if self.group_size is None:
-            return scales | {f"{stem}.weight": np.ascontiguousarray(np.asarray(q.values).T)}
-        return scales | {
-            f"{stem}.weight_packed": packed(np.asarray(q.values.astype(jnp.int8)).T, self.bits),
+            return tensors | {f"{stem}.weight": np.ascontiguousarray(np.asarray(q.values).T)}
+        return tensors | {
+            f"{stem}.weight_packed": packed(np.asarray(q.values.astype(jnp.int8)).T - half, self.bits),
             f"{stem}.weight_shape": np.array(q.shape[::-1], np.int64),
         }
 
@@ -157,7 +178,9 @@ def products(config: ModelConfig, index: Mapping[str, Stored]) -> dict[str, Plac
     return tensors
 
 
-def compression(format: str, tensors: Mapping[str, Place], index: Mapping[str, Stored]) -> Compression:
+def compression(
+    format: str, tensors: Mapping[str, Place], index: Mapping[str, Stored], asymmetric: bool = False
+) -> Compression:
     """How weights are written in a format: with the first of its group sizes that divides the inputs of all."""
     bits, sizes = COMPRESSIONS[format]
     if sizes is None:
@@ -165,14 +188,16 @@ def compression(format: str, tensors: Mapping[str, Place], index: Mapping[str, S
     inputs = sorted({index[name].shape[1] for name in tensors})
     for size in sizes:
         if all(n % size == 0 for n in inputs):
-            return Compression(bits, size)
+            return Compression(bits, size, asymmetric)
     raise UnsupportedError(
         f"quantize: the products have {', '.join(map(str, inputs))} inputs, which are not multiples of {sizes[-1]}, "
         f"the numbers that share a scale in {format}; choose fp8, or round while serving: --quantize {format}."
     )
 
 
-def check_source(source: Path, format: str) -> tuple[Path, Mapping[str, Stored], Mapping[str, Place], Compression]:
+def check_source(
+    source: Path, format: str, asymmetric: bool = False
+) -> tuple[Path, Mapping[str, Stored], Mapping[str, Place], Compression]:
     """The directory of a model, its tensors, those of its products, and how they are written; reads headers only.
 
     Raises:
@@ -180,6 +205,8 @@ def check_source(source: Path, format: str) -> tuple[Path, Mapping[str, Stored],
     """
     if format not in COMPRESSIONS:
         raise ShapeError(f"quantize: `format` is {format!r}; pass one of {', '.join(COMPRESSIONS)}.")
+    if asymmetric and format != "int4":
+        raise ShapeError(f"quantize: `format` is {format!r}, but zero points are those of int4; leave them out.")
     directory = model_directory(source, weights=True)
     if not directory.is_dir():
         raise ShapeError(f"{directory}: expected a directory with config.json and safetensors files, or a GGUF file.")
@@ -189,7 +216,7 @@ def check_source(source: Path, format: str) -> tuple[Path, Mapping[str, Stored],
     if text_tensors(index).keys() != index.keys():
         raise UnsupportedError(f"quantize: {directory} has parts other than the decoder; pass a plain language model.")
     places = products(config, index)
-    return directory, index, places, compression(format, places, index)
+    return directory, index, places, compression(format, places, index, asymmetric)
 
 
 def check_bits(
@@ -216,6 +243,7 @@ def write_compressed(
     rows: Sequence[Sequence[int]] | None = None,
     bits: float | None = None,
     on_tensor: Callable[[int, int], None] = lambda done, total: None,
+    asymmetric: bool = False,
 ) -> dict[Compression, int]:
     """Writes a quantized checkpoint into a directory, with the tokenizer and the other files of its source.
 
@@ -226,6 +254,7 @@ def write_compressed(
       rows: token ids of calibration texts, for `gptq`; None searches each scale alone. Not for "fp8".
       bits: mean bits of a rounded weight, scales included; the products that matter most get int8. It needs `rows`.
       on_tensor: function that gets the number of weights that were rounded, and of all.
+      asymmetric: bool, True writes int4 with zero points.
 
     Returns:
       The number of weights in each form.
@@ -239,7 +268,7 @@ def write_compressed(
 
     if bits is not None and rows is None:
         raise ShapeError(f"quantize: `bits` is {bits:g}, but `rows` is None; pass the texts that choose the products.")
-    directory, index, places, form = check_source(source, format)
+    directory, index, places, form = check_source(source, format, asymmetric)
     forms = dict.fromkeys(places, form)
     if rows is None or form.group_size is None:
         rounded = ((name, form.rounded(np.asarray(index[name].read()))) for name in places)
@@ -290,7 +319,7 @@ def _wide_forms(
     for name, place in places.items():
         sizes[unit(*place)] = sizes.get(unit(*place), 0) + math.prod(index[name].shape)
     share = (bits - form.bits_with_scales) / (wide.bits_with_scales - form.bits_with_scales)
-    chosen = widened(losses(model, parts, Storage(form.format, form.group_size)), sizes, share)
+    chosen = widened(losses(model, parts, form.storage), sizes, share)
     return {name: wide for name, place in places.items() if unit(*place) in chosen}
 
 

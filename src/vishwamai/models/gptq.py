@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.qtensor import FORMATS, QTensor
+from vishwamai.core.qtensor import FORMATS, ZERO_FORMATS, QTensor, of_zero_words
 from vishwamai.ops.quantization.search import searched
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ def gptq(
     block_size: int,
     scale_dtype: str = "float32",
 ) -> QTensor:
-    """A weight rounded to int4 or int8 in blocks along its inputs, so that its product's error is small.
+    """A weight rounded to int4, uint4 or int8 in blocks along its inputs, so that its product's error is small.
 
     Args:
       weight: float32 `[in, out]`.
       moments: mean of `x x^T` over the inputs of the product, `[in, in]`.
-      format: "int4" or "int8".
+      format: "int4", "int8", or "uint4" with whole zero points.
       block_size: int, numbers along `in` that share a scale; it divides `in`.
       scale_dtype: name of the dtype whose numbers the scales are, although they are float32.
 
@@ -68,14 +68,15 @@ def gptq(
     order = order.reshape(-1)
     factor, importance = _factor(damped[np.ix_(order, order)]), np.diagonal(damped)[order].astype(np.float32)
     rest = np.array(weight[order], np.float32)
-    values, scales = np.empty(weight.shape, np.int8), np.empty((len(blocks), weight.shape[1]), np.float32)
+    form = (FORMATS | ZERO_FORMATS)[format]
+    values, scales = np.empty(weight.shape, np.int8), np.empty((len(blocks), weight.shape[1]), form.scale_dtype)
     for block, start in zip(blocks, range(0, size, block_size)):
         end = start + block_size
         rows = slice(start, end)
         codes, scale, errors = _rounded_block(rest[rows], factor[rows, rows], importance[rows], format, scale_dtype)
         values[order[rows]], scales[block] = codes, scale
         rest[end:] -= factor[rows, end:].T @ np.asarray(errors)
-    return QTensor(jnp.asarray(values, FORMATS[format].dtype), jnp.asarray(scales), format, -2, block_size)
+    return QTensor(jnp.asarray(values, form.dtype), jnp.asarray(scales), format, -2, block_size)
 
 
 def _factor(moments: np.ndarray) -> np.ndarray:
@@ -88,18 +89,21 @@ def _factor(moments: np.ndarray) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames=("format", "scale_dtype"))
 def _rounded_block(x: Any, factor: Any, importance: Any, format: str, scale_dtype: str) -> tuple[Any, Any, Any]:
-    """Numbers `[size, out]`, scales `[out]`, and errors over the factor's diagonal `[size, out]` of rows that share a
-    scale, each of which corrects the rows after it.
+    """Numbers `[size, out]`, scales or their words `[out]`, and errors over the factor's diagonal `[size, out]` of rows
+    that share a scale, each of which corrects the rows after it.
     """
-    scale = searched(x, format, x.shape[0], importance, scale_dtype=scale_dtype).scales[0]
-    largest = FORMATS[format].largest
+    scales = searched(x, format, x.shape[0], importance, scale_dtype=scale_dtype, zero_steps=1).scales[0]
+    if format in ZERO_FORMATS:
+        (scale, zero), low, high = of_zero_words(scales), 0.0, ZERO_FORMATS[format].largest
+    else:
+        scale, zero, low, high = scales, 0.0, -FORMATS[format].largest - 1, FORMATS[format].largest
 
     def row(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         x, values, errors = state
-        value = jnp.clip(jnp.round(x[i] / scale), -largest - 1, largest)
+        value = jnp.clip(jnp.round(x[i] / scale + zero), low, high)
         value = jnp.where(jnp.isnan(value), 0, value)
-        error = (x[i] - value * scale) / factor[i, i]
+        error = (x[i] - (value - zero) * scale) / factor[i, i]
         return x - factor[i][:, None] * error, values.at[i].set(value), errors.at[i].set(error)
 
     _, values, errors = jax.lax.fori_loop(0, x.shape[0], row, (x, jnp.zeros_like(x), jnp.zeros_like(x)))
-    return values.astype(jnp.int8), scale, errors
+    return values.astype(jnp.int8), scales, errors

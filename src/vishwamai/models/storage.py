@@ -23,6 +23,11 @@ from vishwamai.parallel import LogicalRules
 KEEP = "keep"
 """What `quantize` says to hold a published checkpoint in its own numbers."""
 
+KEEP_PACKED = "keep packed"
+"""As `KEEP`, of weights that are then packed for a CPU: 4-bit numbers with zero points are uint4, which only packed
+weights may be, and not int8.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
@@ -121,8 +126,8 @@ QUANTIZATIONS: dict[str, Storage] = {
 }
 """What `quantize` makes of a weight."""
 
-PACKED: dict[str, Storage] = {"int8": Storage("int8", 32), "int4": Storage("uint4", 32)}
-"""What it makes of one that is packed for a CPU, whose kernels round activations in the blocks of the weight."""
+PACKED: dict[str, Storage | str] = {"int8": Storage("int8", 32), "int4": Storage("uint4", 32), KEEP: KEEP_PACKED}
+"""What stands for it where weights are packed for a CPU, whose kernels round activations in the weight's blocks."""
 
 HEAD = Storage("int8", 32)
 """The head next to such weights."""

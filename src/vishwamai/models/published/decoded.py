@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
-from vishwamai.core.qtensor import FORMATS, bits
+from vishwamai.core.qtensor import FORMATS, ZERO_FORMATS, bits
 from vishwamai.models.storage import Storage
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Decoded:
       storage: the `QTensor` that holds it without changing a number, or the reason why none does.
       axis: the one that a product contracts, -1 or -2.
       groups: the block of each number along `axis`, where a checkpoint lists them.
+      packed: the weight with its zero points in the words of its scales (`zero_words`), for `KEEP_PACKED`; None where
+        it has none, or no kernel reads it so.
     """
 
     values: Stored | Computed | BlockTensor
@@ -48,6 +50,7 @@ class Decoded:
     storage: Storage | str
     axis: int = -1
     groups: Stored | None = None
+    packed: Decoded | None = None
 
     @property
     def path(self) -> Path:
@@ -99,7 +102,7 @@ class Decoded:
           ShapeError: when the values are read, one is not in the format.
         """
         storage = self.check_representable()
-        dtype = FORMATS[storage.format].dtype
+        dtype = (FORMATS | ZERO_FORMATS)[storage.format].dtype
 
         def compute() -> np.ndarray:
             values = np.asarray(self.values.read())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.qtensor import zero_words
+from vishwamai.core.quantized.packed_qtensor import has_kernel
 from vishwamai.models.published.decoded import Computed, Decoded, check_scales, dense_bits, grouped, wide_scales
 from vishwamai.models.published.settings import Settings
+from vishwamai.models.storage import Storage
 
 if TYPE_CHECKING:
     from vishwamai.models.shards import Stored
@@ -22,6 +26,33 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 def _integers(width: int, symmetric: bool) -> tuple[str, Any]:
     """Format of numbers of `width` bits minus a zero point, and a dtype for their differences."""
     return ("int4" if symmetric and width <= 4 or width < 4 else "int8"), (np.int16 if width > 7 else np.int8)
+
+
+def _packed(
+    codes: Computed,
+    zeros: Callable[[], np.ndarray],
+    scales: Stored,
+    storage: Storage,
+    order: Stored | None = None,
+    transpose: bool = False,
+) -> Decoded | None:
+    """A weight of 4 bits in uint4, whose words have scales of 16 bits and whole zero points below 16 exactly.
+
+    Args:
+      codes: numbers from 0 to 15, `[out, in]`.
+      zeros: function to the zero points, `[out, groups]`.
+      scales: scales `[out, groups]`, or with `transpose` `[groups, out]`.
+      storage: format and size of the groups.
+      order: the group of each number, where a checkpoint lists them.
+    """
+    if scales.dtype.itemsize > 2 or not has_kernel("uint4", storage.block_size):
+        return None
+    wide = wide_scales(scales, transpose)
+
+    def words() -> np.ndarray:
+        return np.asarray(zero_words(jnp.asarray(wide.read()), jnp.asarray(zeros(), jnp.float32)))
+
+    return Decoded(codes, Computed(scales.path, wide.shape, words), Storage("uint4", storage.block_size), groups=order)
 
 
 def compressed(parts: Mapping[str, Stored], module: str, settings: Settings) -> Decoded:
@@ -52,17 +83,26 @@ def compressed(parts: Mapping[str, Stored], module: str, settings: Settings) -> 
     if zeros is not None and zeros.dtype == np.int32:
         check_scales(weight.shape, zeros, (-(-out * width // 32), groups))
 
-    def decode() -> np.ndarray:
-        values = dense_bits(np.asarray(weight.read()), width)[:, :columns].astype(dtype) - dtype(half)
-        if zeros is None:
-            return values
-        zero = np.asarray(zeros.read())
-        if zero.dtype == np.int32:  # packed along the rows
-            zero = dense_bits(zero.T, width)[:, :out].T.astype(dtype) - dtype(half)
-        group = np.arange(columns) // (storage.block_size or columns) if order is None else np.asarray(order.read())
-        return values - zero.astype(dtype)[:, group]
+    def codes() -> np.ndarray:
+        return dense_bits(np.asarray(weight.read()), width)[:, :columns]
 
-    return Decoded(Computed(weight.path, (out, columns), decode), wide_scales(scales), storage, groups=order)
+    def zero_points(zeros: Stored) -> np.ndarray:
+        zero = np.asarray(zeros.read())
+        if zero.dtype != np.int32:
+            return zero.astype(dtype) + dtype(half)
+        return dense_bits(zero.T, width)[:, :out].T.astype(dtype)  # packed along the rows
+
+    def decode() -> np.ndarray:
+        values = codes().astype(dtype)
+        if zeros is None:
+            return values - dtype(half)
+        group = np.arange(columns) // (storage.block_size or columns) if order is None else np.asarray(order.read())
+        return values - zero_points(zeros)[:, group]
+
+    shape, packed = (out, columns), None
+    if zeros is not None and zeros.dtype == np.int32 and width == 4:  # so zero points are from 0 to 15
+        packed = _packed(Computed(weight.path, shape, codes), lambda: zero_points(zeros), scales, storage, order)
+    return Decoded(Computed(weight.path, shape, decode), wide_scales(scales), storage, groups=order, packed=packed)
 
 
 def gptq(parts: Mapping[str, Stored], module: str, settings: Settings) -> Decoded:
@@ -109,4 +149,7 @@ def awq(parts: Mapping[str, Stored], module: str, settings: Settings) -> Decoded
     def decode() -> np.ndarray:
         return (columns_of(weight) - columns_of(zeros)[np.arange(rows) // (storage.block_size or rows)]).T
 
-    return Decoded(Computed(weight.path, (columns, rows), decode), wide_scales(scales, True), storage)
+    shape = (columns, rows)
+    codes = Computed(weight.path, shape, lambda: columns_of(weight).view(np.uint8).T)
+    packed = _packed(codes, lambda: columns_of(zeros).T, scales, storage, transpose=True)
+    return Decoded(Computed(weight.path, shape, decode), wide_scales(scales, True), storage, packed=packed)
