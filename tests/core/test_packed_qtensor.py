@@ -6,6 +6,7 @@ other operand rounded as documented, or not at all), and gated and grouped produ
 # pyright: reportArgumentType=false
 
 import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
