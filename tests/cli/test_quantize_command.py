@@ -132,7 +132,7 @@ def test_the_library_reads_the_zero_points_of_a_mix(asymmetric):
         parts = {key.removeprefix(f"{stem}."): value for key, value in tensors.items() if key.startswith(f"{stem}.")}
         parts["weight_scale"] = parts["weight_scale"].float()
         assert ("weight_zero_point" in parts) == (scheme.weights.num_bits == 4) == (not scheme.weights.symmetric)
-        expected = compressor.decompress(parts, scheme)["weight"].numpy()
+        expected = compressor.decompress({**parts}, scheme)["weight"].numpy()
         np.testing.assert_allclose(np.asarray(plain[name]).T, expected, rtol=1e-6, err_msg=name)
 
 
