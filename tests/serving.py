@@ -17,6 +17,7 @@ import tokenizers
 import uvicorn
 
 from models_peer import Peer
+from vishwamai.inference import Engine, plan_load
 from vishwamai.inference.server.app import make_app
 from vishwamai.inference.server.connections import LimitedProtocol
 from vishwamai.inference.server.service import Settings
@@ -35,6 +36,13 @@ def write_model(path: Path, template: str = TEMPLATE, marks: Sequence[str] = ())
         path
     )
     write_tokenizer(path, template, marks)
+
+
+def small_engine(path: Path) -> Engine:
+    """An engine of `write_model` in an empty directory, for two sequences."""
+    write_model(path)
+    planned = plan_load(path, dtype="float32", max_sequences=2, max_tokens=32, max_length=256, page_size=8)
+    return planned.engine(compile="lazy")
 
 
 def write_tokenizer(path: Path, template: str = TEMPLATE, marks: Sequence[str] = ()) -> None:

@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 import world
-from serving import serving, write_model
+from serving import serving, small_engine
 from vishwamai.cli import main
 from vishwamai.cli.certificates import check_certificate
 from vishwamai.cli.function import CommandError
 from vishwamai.core.errors import ShapeError
-from vishwamai.inference import Settings, make_app, plan_load
+from vishwamai.inference import Settings, make_app
 from vishwamai.inference.processors import imported
 from vishwamai.inference.server.budgets import Budget, Key
 from vishwamai.inference.server.vllm_names import ABSENT, NAMES
@@ -48,10 +48,7 @@ picker of the Kubernetes gateway's inference extension."""
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    path = tmp_path_factory.mktemp("operations")
-    write_model(path)
-    planned = plan_load(path, dtype="float32", max_sequences=2, max_tokens=32, max_length=256, page_size=8)
-    return planned.engine(compile="lazy")
+    return small_engine(tmp_path_factory.mktemp("operations"))
 
 
 def even_alone(**options):

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from serving import serving, write_model
-from vishwamai.inference import Settings, make_app, plan_load
+from serving import serving, small_engine
+from vishwamai.inference import Settings, make_app
 
 KEY = {"Authorization": "Bearer sk-operator"}
 BODY = {"prompt": "abc", "max_tokens": 8, "ignore_eos": True, "temperature": 0, "logprobs": 2}
@@ -18,10 +18,7 @@ BODY = {"prompt": "abc", "max_tokens": 8, "ignore_eos": True, "temperature": 0, 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    path = tmp_path_factory.mktemp("sleep")
-    write_model(path)
-    planned = plan_load(path, dtype="float32", max_sequences=2, max_tokens=32, max_length=256, page_size=8)
-    return planned.engine(compile="lazy")
+    return small_engine(tmp_path_factory.mktemp("sleep"))
 
 
 @pytest.fixture(scope="module")

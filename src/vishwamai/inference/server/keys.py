@@ -12,9 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vishwamai.inference.server.budgets import Budget, Key
 from vishwamai.inference.server.errors import HttpError
 from vishwamai.inference.server.requests_log import record_of
+from vishwamai.inference.server.sleep_routes import ROUTES
 
-KEYED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/score", "/rerank", "/v2/", "/sleep", "/wake_up")
-KEYED += ("/is_sleeping",)
+KEYED = ("/v1/", "/metrics", "/tokenize", "/detokenize", "/score", "/rerank", "/v2/", *ROUTES)
 """Beginnings of the paths that ask for a key."""
 
 
