@@ -17,11 +17,11 @@ def _keep(seed_0, seed_1, rows, columns, threshold):
     c = columns * tl.cast(0xC2B2AE35, tl.uint32) + seed_1
     c = (c ^ (c >> 16)) * tl.cast(0x27D4EB2F, tl.uint32)
     c = c ^ (c >> 15)
-    z = r[:, None] + c[None, :]
+    z = r[:, None] + c[None, :]  # rows and columns are hashed apart: two hashes of a line instead of one a position
     z = (z ^ (z >> 16)) * tl.cast(0x7FEB352D, tl.uint32)
     z = (z ^ (z >> 15)) * tl.cast(0x846CA68B, tl.uint32)
     z = z ^ (z >> 16)
-    return (z >> 8).to(tl.int32) >= threshold
+    return (z >> 8).to(tl.int32) >= threshold  # 24 bits, non-negative as int32
 
 
 @triton.jit
@@ -63,6 +63,7 @@ def apply(
     else:
         y = activate(x, ACTIVATION)
     if seed_ptr is not None:
+        # global numbers: a shard draws what the whole array draws there
         r = tl.load(rows_ptr + group * rows_stride + row, mask=row < rows, other=0).to(tl.uint32)
         c = tl.load(columns_ptr + group * columns_stride + column, mask=column < features, other=0).to(tl.uint32)
         seed_0 = tl.load(seed_ptr + group * seed_stride).to(tl.uint32)

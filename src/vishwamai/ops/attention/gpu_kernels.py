@@ -48,39 +48,42 @@ def logits(
     """
     SCALE: tl.constexpr = LOGITS.SCALE
     SOFTCAP: tl.constexpr = LOGITS.SOFTCAP
-    inside = (rows < sizes.q_len) & (columns < sizes.kv_len)
+    inside = (rows < sizes.q_len) & (columns < sizes.kv_len)  # [ROWS, COLUMNS], or transposed, as the product is
     if terms.bias_ptr is not None or SOFTCAP is not None:
         s = product * SCALE
         if terms.bias_ptr is not None:
             offsets = (
+                # int64: a bias of every head and query can pass 2^31 elements.
                 b.to(tl.int64) * terms.bias_b
                 + h.to(tl.int64) * terms.bias_h
                 + rows.to(tl.int64) * terms.bias_q
                 + columns * terms.bias_k
             )
             bias = tl.load(terms.bias_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+            # Some models cap the biased logits, others bias the capped ones.
             if not LOGITS.BIAS_AFTER:
                 s += bias
         t = s
         if SOFTCAP is not None:
-            t = tanh(s * (1.0 / SOFTCAP), PRECISE)
+            t = tanh(s * (1.0 / SOFTCAP), PRECISE)  # t goes out too: the cap's derivative is 1 - t^2
             s = t * SOFTCAP
             if LOGITS.BIAS_AFTER:
                 s += bias
-        s = rounded_product(s, LOG2E)
+        s = rounded_product(s, LOG2E)  # to log2 units once, after all that is stated in natural ones
     else:
-        s = rounded_product(product, SCALE * LOG2E)
+        s = rounded_product(product, SCALE * LOG2E)  # one constant: scale and change of base are a single product
         t = s
-    stand = rows
+    stand = rows  # a query's position: its row, unless positions say otherwise
     if terms.positions_ptr is not None:
         stand = tl.load(
             terms.positions_ptr + b.to(tl.int64) * terms.positions_b + rows, mask=rows < sizes.q_len, other=0
         )
     if terms.slopes_ptr is not None:
         slope = tl.load(terms.slopes_ptr + b.to(tl.int64) * terms.slopes_b + h).to(tl.float32)
+        # ALiBi is stated in natural units, and s is in log2
         s -= slope * LOG2E * tl.abs(columns - stand - sizes.offset).to(tl.float32)
     if EDGE:
-        if ENDS:
+        if ENDS:  # a gradient of keys drops the rows past the end when it stores
             s = tl.where(columns < sizes.kv_len, s, float("-inf"))
         if LOGITS.HIGH:
             s = tl.where(columns - stand <= sizes.high, s, float("-inf"))
@@ -93,6 +96,7 @@ def logits(
             + rows.to(tl.int64) * terms.mask_q
             + columns * terms.mask_k
         )
+        # other=0: positions outside count as hidden
         s = tl.where(tl.load(terms.mask_ptr + offsets, mask=inside, other=0) != 0, s, float("-inf"))
     if terms.q_segments_ptr is not None:
         q_id = tl.load(
@@ -113,15 +117,16 @@ def _shifted(x, BITS: tl.constexpr):
 @triton.jit
 def keep_mask(seed_ptr, plane, rows, columns, KEEP_FROM: tl.constexpr):
     """Which positions dropout keeps: the bits of `core.dropout.keep_mask`."""
+    # two words of a plane's seed: a hash for rows and one for columns
     seed_0 = tl.load(seed_ptr + plane.to(tl.int64) * 2).to(tl.uint32)
     seed_1 = tl.load(seed_ptr + plane.to(tl.int64) * 2 + 1).to(tl.uint32)
     r = rows.to(tl.uint32) * 0x9E3779B1 + seed_0
     r = _shifted(_shifted(r, 16) * 0x85EBCA6B, 13)
     c = columns.to(tl.uint32) * 0xC2B2AE35 + seed_1
     c = _shifted(_shifted(c, 16) * 0x27D4EB2F, 15)
-    z = _shifted(_shifted(r + c, 16) * 0x7FEB352D, 15)
+    z = _shifted(_shifted(r + c, 16) * 0x7FEB352D, 15)  # the sum alone is linear in both: mixed again
     z = _shifted(z * 0x846CA68B, 16)
-    return (z >> 8).to(tl.int32) >= KEEP_FROM
+    return (z >> 8).to(tl.int32) >= KEEP_FROM  # 24 bits: a non-negative int32, compared without sign trouble
 
 
 @triton.jit
@@ -132,10 +137,12 @@ def _absorb(s, v, m, l, acc, rows, columns, plane, seed_ptr, LOGITS: tl.constexp
     if GUARD:  # a row that has seen nothing yet
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s - m_ref[:, None])  # [ROWS, COLUMNS]
+    # What the sums so far are worth under the new maximum; 0 for the first block.
     alpha = tl.exp2(m - m_ref)
     l = l * alpha + tl.sum(p, 1)  # before dropout: the sum is of all probabilities
     if seed_ptr is not None:
         p = tl.where(keep_mask(seed_ptr, plane, rows, columns, LOGITS.KEEP_FROM), p * LOGITS.RESCALE, 0.0)
+    # The product adds to the rescaled accumulator, so the old and the new share one register tile.
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=LOGITS.PRECISION)  # [ROWS, DV]
     return m_new, l, acc
 
@@ -182,18 +189,20 @@ def forward(
     at_b, elements = b, sizes.batch
     if starts.q_ptr is not None:
         q_first, q_len = packed(starts.q_ptr, b, sizes.batch, sizes.q_total)
+        # no keys behind the last sequence: its rows become 0
         kv_first, kv_len = packed(starts.kv_ptr, b, sizes.batch, 0)
         query, key, value = shifted(query, q_first), shifted(key, kv_first), shifted(value, kv_first)
         sizes = of_sequence(sizes, q_len, kv_len, BOTTOM_RIGHT)
         at_b, elements = b * 0, 1  # the pointers stand at the sequence already
-        if row >= sizes.q_len:
+        if row >= sizes.q_len:  # the grid is of the longest sequence; shorter ones have fewer blocks
             return
     queries = source_of(query, elements, sizes.q_heads, sizes.q_len, QUERIES)
     keys = source_of(key, elements, sizes.kv_heads, sizes.kv_len, KEYS)
     q = load_rows(queries, query, at_b, h, row, sizes.q_len, QUERIES)  # [ROWS, D], in registers for the whole walk
     rows = (row + tl.arange(0, ROWS))[:, None]
-    PRECISE: tl.constexpr = q.dtype == tl.float32
-    STEP: tl.constexpr = COLUMNS if walk.ptr is None else 1
+    PRECISE: tl.constexpr = q.dtype == tl.float32  # narrower logits lose more than tanh's cancellation does
+    STEP: tl.constexpr = COLUMNS if walk.ptr is None else 1  # a walk counts tiles, the plain loop keys
+    # a whole block may still be hidden by these: guard its maximum
     MASKED: tl.constexpr = terms.bias_ptr is not None or terms.mask_ptr is not None or terms.q_segments_ptr is not None
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
@@ -202,6 +211,7 @@ def forward(
     lo, full_lo, full_hi, hi = key_blocks(row, b, sizes, terms, ROWS, COLUMNS, LOGITS.LOW, LOGITS.HIGH)
     end = sizes.kv_len
     if walk.ptr is not None:
+        # (first tile, first whole one, end) of the block of queries
         span = walk.ptr + (h * walk.head + row // ROWS) * 3
         lo, full_lo, full_hi, hi = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 2)
     elif terms.q_segments_ptr is not None:
@@ -213,6 +223,8 @@ def forward(
         lo = tl.maximum(lo, start)
         hi = tl.minimum(hi, stop)
         full_lo = lo + tl.cdiv(tl.maximum(full_lo - lo, 0), COLUMNS) * COLUMNS
+        # A last block that is cut short by `stop` counts as full: keys past it are of other segments, which the id mask
+        # hides.
         most = tl.minimum(full_hi, stop + COLUMNS - 1)
         full_hi = full_lo + tl.maximum(most - full_lo, 0) // COLUMNS * COLUMNS
     if walk.ptr is None:
@@ -240,18 +252,18 @@ def forward(
         n = place(walk, full_lo, COLUMNS)
         k = load_rows(keys, key, at_b, kv_h, n, sizes.kv_len, KEYS)
         # The scores of the next block are computed beside this block's softmax, on other units.
-        product = tl.dot(q, k.T, input_precision=LOGITS.PRECISION)
+        product = tl.dot(q, k.T, input_precision=LOGITS.PRECISION)  # [ROWS, COLUMNS]
         for step in tl.range(full_lo + STEP, full_hi, STEP):
             n = place(walk, step, COLUMNS)
             k = load_rows(keys, key, at_b, kv_h, n, sizes.kv_len, KEYS)
             following = tl.dot(q, k.T, input_precision=LOGITS.PRECISION)
-            before = place(walk, step - STEP, COLUMNS)
+            before = place(walk, step - STEP, COLUMNS)  # softmax of the block whose product was issued a turn ago
             columns = (before + tl.arange(0, COLUMNS))[None, :]
             s, _ = logits(product, rows, columns, b, h, terms, sizes, LOGITS, False, PRECISE)
             v = load_rows(values, value, at_b, kv_h, before, end, VALUES)
             m, l, acc = _absorb(s, v, m, l, acc, rows, columns, plane, seed_ptr, LOGITS, MASKED)
-            product = following
-        n = place(walk, full_hi - STEP, COLUMNS)
+            product = following  # the matrix unit has worked on it meanwhile
+        n = place(walk, full_hi - STEP, COLUMNS)  # the last product has no next one to hide behind
         columns = (n + tl.arange(0, COLUMNS))[None, :]
         s, _ = logits(product, rows, columns, b, h, terms, sizes, LOGITS, False, PRECISE)
         v = load_rows(values, value, at_b, kv_h, n, end, VALUES)
@@ -260,16 +272,17 @@ def forward(
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + b.to(tl.int64) * sinks_b + h).to(tl.float32) * LOG2E
         if starts.q_ptr is not None:
+            # rows behind the last sequence stay 0 with a sink, too
             sink = tl.where(b == sizes.batch, float("-inf"), sink)
         m_new = tl.maximum(m, sink)
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_ref)
-        l = l * alpha + tl.exp2(sink - m_ref)
+        l = l * alpha + tl.exp2(sink - m_ref)  # a sink takes weight and gives no value: it enters l alone
         acc *= alpha[:, None]
         m = m_new
     nothing = l == 0.0  # rows that see no key give 0 and -inf
-    l = tl.where(nothing, 1.0, l)
-    statistics = (b.to(tl.int64) * sizes.q_heads + h) * sizes.q_len
+    l = tl.where(nothing, 1.0, l)  # no 0 / 0
+    statistics = (b.to(tl.int64) * sizes.q_heads + h) * sizes.q_len  # offset of the plane's first row in lse
     if starts.q_ptr is not None:  # read again, rather than held in registers all the while
         q_first, q_len = packed(starts.q_ptr, b, sizes.batch, sizes.q_total)
         statistics = h.to(tl.int64) * sizes.q_total + q_first

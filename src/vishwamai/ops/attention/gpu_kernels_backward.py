@@ -41,10 +41,12 @@ def delta(out_rows: Rows, dout_rows: Rows, dlse_ptr, delta_ptr, heads, length, O
     b, h = plane // heads, plane % heads
     out = load_rows(out_rows.ptr, out_rows, b, h, row, length, OUTS).to(tl.float32)
     dout = load_rows(dout_rows.ptr, dout_rows, b, h, row, length, OUTS).to(tl.float32)
+    # delta = rowsum(dO * O) stands for rowsum(P * dP), without the logits.
     total = tl.sum(out * dout, 1)  # [ROWS]
     rows = row + tl.arange(0, ROWS)
     offsets = plane.to(tl.int64) * length + rows
     if dlse_ptr is not None:
+        # d lse / d logits is P: its cotangent joins the same term
         total -= tl.load(dlse_ptr + offsets, mask=rows < length, other=0.0).to(tl.float32)
     tl.store(delta_ptr + offsets, total, mask=rows < length)
 
@@ -73,8 +75,8 @@ def logit_gradient(p, dp, total, t, SOFTCAP: tl.constexpr):
     """Gradient of the scaled, biased logits; exactly 0 where the probability is."""
     ds = p * (dp - total)
     if SOFTCAP is not None:
-        ds *= 1.0 - t * t
-    return tl.where(p == 0.0, 0.0, ds)
+        ds *= 1.0 - t * t  # through the cap: d tanh
+    return tl.where(p == 0.0, 0.0, ds)  # 0 * inf is NaN: a hidden position with an infinite dP stays 0
 
 
 @triton.jit
@@ -116,6 +118,7 @@ def key_gradients(
     D_TILE: tl.constexpr = QUERIES.COLUMNS
     DV_TILE: tl.constexpr = VALUES.COLUMNS
     tiles = tl.cdiv(sizes.kv_len, COLUMNS)
+    # neighbouring programs share a plane's queries in the L2 cache
     kv_plane, column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * COLUMNS
     b, kv_h, group = kv_plane // sizes.kv_heads, kv_plane % sizes.kv_heads, sizes.q_heads // sizes.kv_heads
     at_b, elements, q_first = b, sizes.batch, b * 0
@@ -139,11 +142,13 @@ def key_gradients(
         if LOGITS.HIGH:
             end = tl.maximum(1, tl.minimum(end, largest + 1 + sizes.high))
     elif LOGITS.HIGH:
+        # at least 1: a descriptor of no rows is not legal
         end = tl.maximum(1, tl.minimum(end, sizes.q_len + sizes.high))
     keys = source_of(key, elements, sizes.kv_heads, end, KEYS)  # 0 past the last key that a query sees
     values = source_of(value, elements, sizes.kv_heads, sizes.kv_len, VALUES)
     if dq_ptr is not None:
         if TMA_DQ:
+            # a reduction by descriptor clips rows past q_len of this sequence
             dq_base = dq_ptr + at_b.to(tl.int64) * sizes.q_heads * sizes.q_len * D + q_first.to(tl.int64) * D
             dq_plane = sizes.q_len * D
             if starts.q_ptr is not None:
@@ -156,6 +161,7 @@ def key_gradients(
         positions = column + tl.arange(0, COLUMNS)
         ids = terms.kv_segments_ptr + b.to(tl.int64) * terms.kv_segments_b + positions
         k = tl.where(tl.load(ids, mask=positions < sizes.kv_len, other=0)[:, None] == NOWHERE, 0.0, k)
+    # both stay for the whole walk
     v = load_rows(values, value, at_b, kv_h, column, sizes.kv_len, VALUES)  # [COLUMNS, DV]
     columns = (column + tl.arange(0, COLUMNS))[:, None]
     PRECISE: tl.constexpr = k.dtype == tl.float32
@@ -169,9 +175,10 @@ def key_gradients(
         stop = behind_near
     else:
         if LOGITS.HIGH:
+            # The first query that sees the block's first key; aligned, so that tiles are whole.
             start = tl.maximum(0, column - sizes.high) // ROWS * ROWS
         if LOGITS.LOW:
-            stop = tl.minimum(sizes.q_len, column + COLUMNS - sizes.low)
+            stop = tl.minimum(sizes.q_len, column + COLUMNS - sizes.low)  # past the window of the block's last key
     if terms.q_segments_ptr is not None and walk.ptr is None:
         first, last = segment_span(
             terms.kv_segments_ptr + b.to(tl.int64) * terms.kv_segments_b, column + tl.arange(0, COLUMNS), sizes.kv_len,
@@ -183,7 +190,7 @@ def key_gradients(
     for member in tl.range(0, group):
         h = kv_h * group + member
         plane = b * sizes.q_heads + h
-        base = plane.to(tl.int64) * sizes.q_len
+        base = plane.to(tl.int64) * sizes.q_len  # rows of lse, delta and dq are numbered alike
         if starts.q_ptr is not None:
             base = h.to(tl.int64) * sizes.q_total + q_first
         if walk.ptr is not None:
@@ -191,7 +198,7 @@ def key_gradients(
             start, stop = tl.load(span), tl.load(span + 2)
         for step in tl.range(start, stop, STEP):
             row = place(walk, step, ROWS)
-            rows = (row + tl.arange(0, ROWS))[None, :]
+            rows = (row + tl.arange(0, ROWS))[None, :]  # a row vector: logits are transposed here
             q = load_rows(queries, query, at_b, h, row, sizes.q_len, QUERIES)
             lse, total = statistics(lse_ptr, delta_ptr, base, row, sizes.q_len, ROWS)
             # [COLUMNS, ROWS]: the transposed probabilities are then a left operand, in registers.
@@ -200,14 +207,18 @@ def key_gradients(
             if walk.patterns_ptr is not None:
                 number = tl.load(walk.ptr + 2 * step + 1)
                 s = masked_logits(s, number, walk.patterns_ptr, rows - row, columns - column, ROWS, COLUMNS)
+            # Normalized already: lse is subtracted. Bounded by 1, where the products' order makes s exceed lse; NaN
+            # stays NaN.
             p = tl.exp2(tl.minimum(s - lse[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
             dout = load_rows(douts, dout_rows, at_b, h, row, sizes.q_len, DOUTS)
             dp = tl.dot(v, dout.T, input_precision=LOGITS.PRECISION)  # [COLUMNS, ROWS]
+            # dV takes P after dropout, dS what is before it
             dropped, dp = after_dropout(p, dp, seed_ptr, plane, rows, columns, LOGITS)
             dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=LOGITS.PRECISION)  # [COLUMNS, DV]
             ds = logit_gradient(p, dp, total[None, :], t, LOGITS.SOFTCAP).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision=LOGITS.PRECISION)  # [COLUMNS, D]
             if dq_ptr is not None:
+                # scaled here: others add to the same rows
                 dq = tl.dot(ds.T, k, input_precision=LOGITS.PRECISION) * LOGITS.SCALE  # [ROWS, D]
                 if TMA_DQ:
                     # programs of other key blocks add to the same rows
@@ -216,6 +227,7 @@ def key_gradients(
                     offsets = (base + row + tl.arange(0, ROWS))[:, None] * D
                     d = tl.arange(0, D_TILE)[None, :]
                     inside = ((row + tl.arange(0, ROWS)) < sizes.q_len)[:, None] & (d < D)
+                    # relaxed: only the sum matters, no order of memory
                     tl.atomic_add(dq_ptr + offsets + d, dq, mask=inside, sem="relaxed")
     if starts.q_ptr is not None:  # read again, rather than held in registers all the while
         kv_first, kv_len = packed(starts.kv_ptr, b, sizes.batch, sizes.kv_total)
@@ -224,6 +236,7 @@ def key_gradients(
         dv_ptr += kv_first.to(tl.int64) * (sizes.kv_heads * VALUES.DIM)
         fill_behind(dk_ptr, kv_h, sizes.kv_heads, column, sizes.kv_len, tiles * COLUMNS, behind(b, sizes.batch), KEYS)
         fill_behind(dv_ptr, kv_h, sizes.kv_heads, column, sizes.kv_len, tiles * COLUMNS, behind(b, sizes.batch), VALUES)
+    # ds is the gradient of the scaled logits: one scale for the whole sum
     store_rows(dk_ptr, dk * LOGITS.SCALE, at_b, kv_h, sizes.kv_heads, column, sizes.kv_len, KEYS, SEQ_FIRST)
     store_rows(dv_ptr, dv, at_b, kv_h, sizes.kv_heads, column, sizes.kv_len, VALUES, SEQ_FIRST)
 
@@ -270,6 +283,7 @@ def query_gradients(
         sizes = of_sequence(sizes, q_len, kv_len, BOTTOM_RIGHT)
         dq_ptr += q_first.to(tl.int64) * (sizes.q_heads * D)
         at_b, elements, base = b * 0, 1, h.to(tl.int64) * sizes.q_total + q_first
+
         fill_behind(dq_ptr, h, sizes.q_heads, row, sizes.q_len, tiles * ROWS, behind(b, sizes.batch), QUERIES)
         if row >= sizes.q_len:
             return
@@ -277,11 +291,12 @@ def query_gradients(
     douts = source_of(dout_rows, elements, sizes.q_heads, sizes.q_len, DOUTS)
     values = source_of(value, elements, sizes.kv_heads, sizes.kv_len, VALUES)
     q = load_rows(queries, query, at_b, h, row, sizes.q_len, QUERIES)
-    dout = load_rows(douts, dout_rows, at_b, h, row, sizes.q_len, DOUTS)
+    dout = load_rows(douts, dout_rows, at_b, h, row, sizes.q_len, DOUTS)  # [ROWS, DV], in registers with q
     lse, total = statistics(lse_ptr, delta_ptr, base, row, sizes.q_len, ROWS)
     rows = (row + tl.arange(0, ROWS))[:, None]
     PRECISE: tl.constexpr = q.dtype == tl.float32
     dq = tl.zeros([ROWS, D_TILE], tl.float32)
+    # One loop for partial and whole blocks: the bounds of the whole ones are not used.
     start, full_lo, full_hi, stop = key_blocks(row, b, sizes, terms, ROWS, COLUMNS, LOGITS.LOW, LOGITS.HIGH)
     STEP: tl.constexpr = COLUMNS if walk.ptr is None else 1
     end = sizes.kv_len
@@ -311,7 +326,7 @@ def query_gradients(
         p = tl.exp2(tl.minimum(s - lse[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
         v = load_rows(values, value, at_b, kv_h, n, sizes.kv_len, VALUES)
         dp = tl.dot(dout, v.T, input_precision=LOGITS.PRECISION)  # [ROWS, COLUMNS]
-        _, dp = after_dropout(p, dp, seed_ptr, plane, rows, columns, LOGITS)
+        _, dp = after_dropout(p, dp, seed_ptr, plane, rows, columns, LOGITS)  # dP alone: dq needs no dropped P
         ds = logit_gradient(p, dp, total[:, None], t, LOGITS.SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=LOGITS.PRECISION)  # [ROWS, D]
     store_rows(dq_ptr, dq * LOGITS.SCALE, at_b, h, sizes.q_heads, row, sizes.q_len, QUERIES, SEQ_FIRST)

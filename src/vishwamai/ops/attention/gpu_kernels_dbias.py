@@ -45,10 +45,11 @@ def bias_gradient(
     owned_q = q_tiles if OWN.QUERIES else 1
     owned_k = kv_tiles if OWN.KEYS else 1
     program = tl.program_id(0)
-    at_k = program % owned_k
+    at_k = program % owned_k  # keys innermost: neighbours share the tile of queries
     at_q = program // owned_k % owned_q
     at_h = program // (owned_k * owned_q) % owned_h
     at_b = program // (owned_k * owned_q * owned_h)
+    # tiles of logits along each axis that the bias repeats over
     many_h, many_q, many_k = sizes.q_heads // owned_h, q_tiles // owned_q, kv_tiles // owned_k
     queries = source_of(query, sizes.batch, sizes.q_heads, sizes.q_len, QUERIES)
     douts = source_of(dout_rows, sizes.batch, sizes.q_heads, sizes.q_len, DOUTS)
@@ -63,8 +64,9 @@ def bias_gradient(
         h = at_h + i // (many_k * many_q) % many_h
         b = at_b + i // (many_k * many_q * many_h)
         plane, kv_h = b * sizes.q_heads + h, h // (sizes.q_heads // sizes.kv_heads)
-        visible = True
+        visible = True  # a tensor where there is a walk, a constant otherwise
         if walk.ptr is not None:
+            # 0: no position is seen; else the pattern's number plus 1
             tile = tl.load(walk.ptr + h * walk.head + row // ROWS * kv_tiles + column // COLUMNS)
             visible = tile > 0
         if visible:
@@ -83,6 +85,7 @@ def bias_gradient(
             v = load_rows(values, value, b, kv_h, column, sizes.kv_len, VALUES)
             dp = tl.dot(dout, v.T, input_precision=LOGITS.PRECISION)
             _, dp = after_dropout(p, dp, seed_ptr, plane, rows, columns, LOGITS)
+            # A bias that is added after the cap is not differentiated through it.
             if LOGITS.BIAS_AFTER:
                 dbias += logit_gradient(p, dp, total[:, None], t, None)
             else:
@@ -103,6 +106,7 @@ def bias_gradient(
     elif OWN.KEYS:
         tl.store(dbias_ptr + offsets + columns * terms.bias_k, tl.sum(dbias, 0).to(kind), mask=columns < sizes.kv_len)
     else:
+        # one number: a bias of head and batch alone
         tl.store(dbias_ptr + offsets, tl.sum(tl.sum(dbias, 1), 0).to(kind))
 
 
@@ -122,8 +126,9 @@ def sink_gradient(
         for row in tl.range(0, q_len, COLUMNS):
             rows = row + tl.arange(0, COLUMNS)
             offsets = plane.to(tl.int64) * q_len + rows
-            lse = tl.load(lse_ptr + offsets, mask=rows < q_len, other=float("inf"))
+            lse = tl.load(lse_ptr + offsets, mask=rows < q_len, other=float("inf"))  # +inf past the end: a share of 0
             lse = tl.where(lse == float("-inf"), float("inf"), lse)  # a row that sees nothing: a share of 0
             share = tl.exp2((sink - lse) * LOG2E)
+            # a sink has no value: dP is 0, and dS = -P * delta
             total -= share * tl.load(delta_ptr + offsets, mask=rows < q_len, other=0.0)
     tl.store(dsinks_ptr + program, tl.sum(total, 0).to(dsinks_ptr.dtype.element_ty))

@@ -19,6 +19,7 @@ def source_of(rows: Rows, batch, heads, length, CUT: tl.constexpr):
             rows.ptr,
             [batch, heads, length, CUT.DIM],
             [rows.batch, rows.head, rows.seq, 1],
+            # The copy engine fills what lies outside with zeros, so its loads need no mask.
             [1, 1, CUT.ROWS, CUT.COLUMNS],
         )
     else:
@@ -29,11 +30,11 @@ def source_of(rows: Rows, batch, heads, length, CUT: tl.constexpr):
 def load_rows(source, rows: Rows, b, h, first, length, CUT: tl.constexpr):
     """Rows `first ...` of a batch element's head, `[ROWS, COLUMNS]`; zero beyond `length` and beyond DIM."""
     if CUT.TMA:
-        return source.load([b, h, first, 0]).reshape(CUT.ROWS, CUT.COLUMNS)
+        return source.load([b, h, first, 0]).reshape(CUT.ROWS, CUT.COLUMNS)  # the box has leading axes of 1
     else:
         row = first + tl.arange(0, CUT.ROWS)
         column = tl.arange(0, CUT.COLUMNS)
-        base = b.to(tl.int64) * rows.batch + h.to(tl.int64) * rows.head
+        base = b.to(tl.int64) * rows.batch + h.to(tl.int64) * rows.head  # a batch's offset passes 2^31
         offsets = base + row.to(tl.int64)[:, None] * rows.seq + column[None, :]
         return tl.load(source + offsets, mask=(row < length)[:, None] & (column < CUT.DIM)[None, :], other=0.0)
 
@@ -62,6 +63,7 @@ def shifted(rows: Rows, first):
 @triton.jit
 def of_sequence(sizes: Extents, q_len, kv_len, BOTTOM_RIGHT: tl.constexpr):
     """The sizes of one packed sequence."""
+    # the band is stated for equal lengths: the last query sees the last key
     shift = kv_len - q_len if BOTTOM_RIGHT else 0
     return Extents(
         sizes.batch, sizes.q_heads, sizes.kv_heads, q_len, kv_len, sizes.q_total, sizes.kv_total,
@@ -75,7 +77,7 @@ def packed(starts_ptr, b, batch, total):
     `total`.
     """
     first = tl.load(starts_ptr + b)
-    end = tl.load(starts_ptr + tl.minimum(b + 1, batch))
+    end = tl.load(starts_ptr + tl.minimum(b + 1, batch))  # starts has batch + 1 entries: none is read behind them
     return first, tl.maximum(tl.where(b == batch, total, end) - first, 0)
 
 
@@ -84,7 +86,7 @@ def fill_behind(ptr, h, heads, first, length, step, value, CUT: tl.constexpr):
     """Fills rows `first + step, first + 2 step ...` of a packed sequence, which no program computes, with `value`."""
     ROWS: tl.constexpr = CUT.ROWS
     COLUMNS: tl.constexpr = CUT.COLUMNS
-    x = tl.zeros([ROWS, COLUMNS], tl.float32) + value
+    x = tl.zeros([ROWS, COLUMNS], tl.float32) + value  # value is a tensor: `full` takes constants alone
     for row in tl.range(first + step, length, step):
         store_rows(ptr, x, h * 0, h, heads, row, length, CUT, True)
 
@@ -114,17 +116,18 @@ def segment_span(own_ptr, positions, own_len, other_ptr, other_len, SPAN: tl.con
     """
     inside = positions < own_len
     ids = tl.load(own_ptr + positions, mask=inside, other=0)
-    least = tl.min(tl.where(inside, ids, 2147483647), 0)
+    least = tl.min(tl.where(inside, ids, 2147483647), 0)  # rows past the end bound nothing
     largest = tl.max(tl.where(inside, ids, -2147483648), 0)
+    # Bounds lane by lane: one reduction at the end instead of one for each stretch.
     starts = tl.full([SPAN], 2147483647, tl.int32)
     stops = tl.zeros([SPAN], tl.int32)
-    for n in tl.range(0, other_len, SPAN):
+    for n in tl.range(0, other_len, SPAN):  # ids alone are read, 4 bytes a position: cheap beside the tiles
         offsets = n + tl.arange(0, SPAN)
         other_ids = tl.load(other_ptr + offsets, mask=offsets < other_len, other=0)
         near = (offsets < other_len) & (other_ids >= least) & (other_ids <= largest)
         starts = tl.minimum(starts, tl.where(near, offsets, 2147483647))
         stops = tl.maximum(stops, tl.where(near, offsets + 1, 0))
-    return tl.minimum(tl.min(starts, 0), other_len), tl.max(stops, 0)
+    return tl.minimum(tl.min(starts, 0), other_len), tl.max(stops, 0)  # nothing near: start = other_len, stop = 0
 
 
 @triton.jit
@@ -147,6 +150,7 @@ def position_span(
     for n in tl.range(0, q_len, SPAN):
         offsets = n + tl.arange(0, SPAN)
         near = offsets < q_len
+        # the least int32 never is the largest
         position = tl.load(positions_ptr + offsets, mask=near, other=-2147483648)
         most = tl.maximum(most, position)
         if HIGH:
@@ -182,17 +186,20 @@ def key_blocks(
         )
         first = tl.min(tl.where(rows < sizes.q_len, positions, 2147483647), 0)
         last = tl.max(tl.where(rows < sizes.q_len, positions, -2147483648), 0)
-        end = last + 1
+        end = last + 1  # positions may repeat or jump: bounds come from their extremes
+    # A tensor of int32, as the branches below assign: Triton gives a variable one type.
     lo = 0 * row
     hi = lo + sizes.kv_len
     full_lo = lo
-    full_hi = lo + sizes.kv_len // COLUMNS * COLUMNS
+    full_hi = lo + sizes.kv_len // COLUMNS * COLUMNS  # a ragged last block is partial
     if HIGH:
         hi = tl.maximum(0, tl.minimum(sizes.kv_len, end + sizes.high))
+        # the first row sees the fewest keys
         full_hi = tl.minimum(full_hi, tl.maximum(first + sizes.high + 1, 0) // COLUMNS * COLUMNS)
     if LOW:
         lo = tl.maximum(0, first + sizes.low) // COLUMNS * COLUMNS
-        full_lo = tl.cdiv(tl.maximum(0, last + sizes.low), COLUMNS) * COLUMNS
+        full_lo = tl.cdiv(tl.maximum(0, last + sizes.low), COLUMNS) * COLUMNS  # the last row's window begins last
+    # the two partial ranges must not overlap: no key counts twice
     full_lo = tl.maximum(tl.minimum(full_lo, full_hi), lo)
     return lo, full_lo, tl.maximum(full_lo, full_hi), hi
 

@@ -67,12 +67,13 @@ def products(
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), GROUPS * num_m * num_n, PROGRAMS):
+    for tile in tl.range(tl.program_id(0), GROUPS * num_m * num_n, PROGRAMS):  # persistent: every PROGRAMS-th tile
         group = tile // (num_m * num_n)
         row, column = place(tile % (num_m * num_n), num_m, num_n, GROUP_M)
         row *= BLOCK_M
         column *= BLOCK_N
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        # Two accumulators in registers: x is read once, and g and u need not go through memory.
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in tl.range(0, SUMMED * num_k):
             if SUMMED > 1:
@@ -81,7 +82,7 @@ def products(
             else:
                 member = group
                 k = step * BLOCK_K
-            in_x = member if X_GROUPS > 1 else member * 0
+            in_x = member if X_GROUPS > 1 else member * 0  # a shared operand has one group; `* 0` keeps the type
             in_w = member if W_GROUPS > 1 else member * 0
             if TRANSPOSE_X:
                 x = load_tile(x_ptr, x_desc, in_x, x_stride, k, row, X_ROWS, X_COLUMNS, TMA, XR, XC).T
@@ -99,11 +100,11 @@ def products(
         corner = tl.cast(row, tl.int64) * N + column
         if keep_gate_ptr is not None:
             base = corner + tl.cast(group, tl.int64) * strides.keep
-            up_out = _second(keep_gate_ptr, keep_up_ptr, strides.keep_gap)
+            up_out = _second(keep_gate_ptr, keep_up_ptr, strides.keep_gap)  # kept next to each other, or apart
             tl.store(keep_gate_ptr + base + offsets, gate.to(keep_gate_ptr.dtype.element_ty), mask=inside)
             tl.store(up_out + base + offsets, up.to(keep_gate_ptr.dtype.element_ty), mask=inside)
         if h_ptr is not None:
-            h = activate(gate, ACTIVATION) * up
+            h = activate(gate, ACTIVATION) * up  # from float32 sums, before either is rounded
             corner += tl.cast(group, tl.int64) * M * N
             tl.store(h_ptr + corner + offsets, h.to(h_ptr.dtype.element_ty), mask=inside)
 
@@ -163,7 +164,7 @@ def gradient_of_x(
         row *= BLOCK_M
         column *= BLOCK_N
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for member in tl.range(0, SUMMED):
+        for member in tl.range(0, SUMMED):  # both products grow one accumulator: dx is their sum
             in_d = member if SUMMED > 1 else group
             in_w = in_d if W_GROUPS > 1 else in_d * 0
             acc = grow(

@@ -71,6 +71,7 @@ def logits(z, bias_ptr, j, vocab, SOFTCAP: tl.constexpr):
     if bias_ptr is not None:
         z += tl.load(bias_ptr + j, mask=j < vocab, other=0.0)[None, :]
     if SOFTCAP is not None:
+        # cap * tanh(z / cap), whose exponential overflows to the limit
         z = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(z * (2.0 * 1.4426950408889634 / SOFTCAP)) + 1.0)
     return z
 
@@ -103,6 +104,7 @@ def forward(
     """Grid (row_blocks * splits, GROUPS): logsumexp, label's logit and sum of the logits of each split of `split_vocab`
     entries, `[splits, GROUPS, T]`.
     """
+    # Blocks of rows are innermost: programs at work share a split's rows of the weight, the larger operand.
     group = tl.program_id(1)
     row = (tl.program_id(0) % row_blocks) * BLOCK_T
     split = tl.program_id(0) // row_blocks
@@ -140,14 +142,15 @@ def forward(
         )
         j = entry + tl.arange(0, BLOCK_V)
         z = logits(z, bias, j, V, SOFTCAP)
+        # exactly one tile holds the label: a select, not a gather
         at_label += tl.sum(tl.where(j[None, :] == label[:, None], z, 0.0), 1)
         if logit_sum_ptr is not None:
             total += tl.sum(tl.where((j < V)[None, :], z, 0.0) if RAGGED else z, 1)
-        if RAGGED:
+        if RAGGED:  # after the label and the sum: padding counts in neither, and must not enter the maximum
             z = tl.where((j < V)[None, :], z, float("-inf"))
         m_new = tl.maximum(m, tl.max(z, 1))
         p = tl.exp2((z - m_new[:, None]) * LOG2E)
-        l = l * tl.exp2((m - m_new) * LOG2E) + tl.sum(p, 1)
+        l = l * tl.exp2((m - m_new) * LOG2E) + tl.sum(p, 1)  # m starts finite, so that the first factor is 0, never NaN
         m = m_new
     offsets += tl.cast(split, tl.int64) * GROUPS * T
     tl.store(logsumexp_ptr + offsets, m + tl.log2(l) * LN2, mask=i < T)
@@ -180,6 +183,7 @@ def combine(
     total = tl.zeros([BLOCK], tl.float32)
     for split in tl.range(0, SPLITS):
         offsets = tl.cast(split, tl.int64) * rows + i
+        # a logsumexp is a maximum and a sum of 1: merged like tiles
         part = tl.load(logsumexps_ptr + offsets, mask=i < rows, other=0.0)
         m_new = tl.maximum(m, part)
         l = l * tl.exp2((m - m_new) * LOG2E) + tl.exp2((part - m_new) * LOG2E)

@@ -30,7 +30,7 @@ def gradient_of_x(
     part `step` of the entries.
     """
     group = tl.program_id(1)
-    in_w = group if W_GROUPS > 1 else group * 0
+    in_w = group if W_GROUPS > 1 else group * 0  # a shared weight has one group; `* 0` keeps the type
     num_m = tl.cdiv(T, BLOCK_M)
     row, column = place(tl.program_id(0), num_m, tl.cdiv(D, BLOCK_N), GROUP_M)
     row *= BLOCK_M
@@ -49,6 +49,7 @@ def gradient_of_x(
     inside = (i < T)[:, None] & (j < D)[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if dx_ptr_init is not None:
+        # parts of the vocabulary add up in float32 in memory
         acc = tl.load(dx_ptr_init + offsets, mask=inside, other=0.0)
     acc = grow(
         acc,
@@ -108,7 +109,7 @@ def gradient_of_weight(
     row, column = place(tl.program_id(0), num_m, tl.cdiv(D, BLOCK_N), GROUP_M)
     row *= BLOCK_M
     column *= BLOCK_N
-    first = group * 0
+    first = group * 0  # the first entry of the part
     if step_ptr is not None:
         first = tl.load(step_ptr) * entries
     dz_stride = tl.cast(T, tl.int64) * entries
@@ -148,7 +149,7 @@ def gradient_of_weight(
     i = row + tl.arange(0, BLOCK_M)
     j = column + tl.arange(0, BLOCK_N)
     offsets = (tl.cast(group, tl.int64) * V + first + i)[:, None] * D + j[None, :]
-    inside = ((i < entries) & (first + i < V))[:, None] & (j < D)[None, :]
+    inside = ((i < entries) & (first + i < V))[:, None] & (j < D)[None, :]  # the last part may end before `entries`
     tl.store(dweight_ptr + offsets, acc.to(dweight_ptr.dtype.element_ty), mask=inside)
 
 
@@ -169,7 +170,7 @@ def gradient_of_bias(
     """
     group = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # rows side by side, reduced once at the end
     for first in tl.range(0, count, ROWS):
         row = first + tl.arange(0, ROWS)
         keep = (row < count)[:, None] & (columns < entries)[None, :]

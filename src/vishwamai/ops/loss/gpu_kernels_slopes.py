@@ -34,11 +34,12 @@ def _slope(
     """
     j = first + tl.arange(0, z.shape[1])
     z = logits(z, bias_ptr, j, vocab, SOFTCAP)
+    # softmax from the saved logsumexp; dsum is label smoothing's share
     dz = tl.exp2((z - logsumexp[:, None]) * LOG2E) * dlogsumexp[:, None] + dsum[:, None]
     dz += tl.where(j[None, :] == label[:, None], dlabel[:, None], 0.0)
     if SOFTCAP is not None:
-        dz *= 1.0 - z * z * (1.0 / (SOFTCAP * SOFTCAP))
-    if RAGGED:
+        dz *= 1.0 - z * z * (1.0 / (SOFTCAP * SOFTCAP))  # z is capped: tanh is z / SOFTCAP
+    if RAGGED:  # a product of 0 past the end is a logit of 0, whose softmax is not 0
         dz = tl.where((j < vocab)[None, :], dz, 0.0)
     if partial_ptr is not None:
         tl.store(partial_ptr + j, tl.sum(dz, 0))
@@ -82,10 +83,10 @@ def slopes(
     group = tl.program_id(1)
     block, column = place(tl.program_id(0), row_blocks, entries // BLOCK_V, GROUP_M)
     row = block * BLOCK_T
-    column *= BLOCK_V
+    column *= BLOCK_V  # in the part; `entry` is the same in the vocabulary
     entry = column
     if step_ptr is not None:
-        entry += tl.load(step_ptr) * entries
+        entry += tl.load(step_ptr) * entries  # a step from memory: one compiled kernel serves every part
     x_desc = describe(x_ptr, GROUPS, T, D, tl.cast(T, tl.int64) * D, TMA, BLOCK_T, BLOCK_D)
     weight_desc = describe(weight_ptr, W_GROUPS, V, D, tl.cast(V, tl.int64) * D, TMA, BLOCK_V, BLOCK_D)
     z = products(
@@ -110,10 +111,11 @@ def slopes(
     keep = row + i < T
     offsets = tl.cast(group, tl.int64) * T + row + i
     logsumexp = tl.load(of_tokens.logsumexp_ptr + offsets, mask=keep, other=0.0)
+    # All logits of such a token are -inf: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
     logsumexp = tl.where(logsumexp == float("-inf"), 0.0, logsumexp)
     dlogsumexp = tl.load(of_tokens.dlogsumexp_ptr + offsets, mask=keep, other=0.0)
     dlabel = tl.load(of_tokens.dlabel_ptr + offsets, mask=keep, other=0.0)
-    label = tl.load(of_tokens.labels_ptr + offsets, mask=keep, other=-1)
+    label = tl.load(of_tokens.labels_ptr + offsets, mask=keep, other=-1)  # -1 matches no entry
     dsum = tl.zeros([BLOCK_T], tl.float32)
     if of_tokens.dsum_ptr is not None:
         dsum = tl.load(of_tokens.dsum_ptr + offsets, mask=keep, other=0.0)
@@ -121,6 +123,7 @@ def slopes(
     corner = dz_ptr + (tl.cast(group, tl.int64) * T + row) * entries + column
     sums = partial_ptr
     if partial_ptr is not None:
+        # partial sums by block of tokens, added in order
         sums += (tl.cast(group, tl.int64) * row_blocks + block) * entries + column
     bias = bias_ptr
     if bias_ptr is not None:

@@ -32,6 +32,7 @@ def _finish(
     j = column + tl.arange(0, COLUMNS)
     if vectors.scale_a_ptr is not None:
         scale_offsets = vectors.scale_a_ptr + group * vectors.scale_a_group + i * vectors.scale_a_row
+        # scales before the bias, which is stated in the result's units
         z = z * tl.load(scale_offsets, mask=i < M, other=0.0).to(tl.float32)[:, None]
     if vectors.scale_b_ptr is not None:
         scale_offsets = vectors.scale_b_ptr + group * vectors.scale_b_group + j * vectors.scale_b_column
@@ -43,7 +44,7 @@ def _finish(
         )
     scale_offsets = (group.to(tl.int64) * M + i)[:, None] * N + j[None, :]
     keep = (i < M)[:, None] & (j < N)[None, :]
-    if pre_ptr is not None:
+    if pre_ptr is not None:  # the backward pass wants the activation's argument, not its value
         tl.store(pre_ptr + scale_offsets, z.to(pre_ptr.dtype.element_ty), mask=keep)
     if ACTIVATION is not None:
         z = activate(z.to(tl.float32), ACTIVATION)
@@ -56,7 +57,7 @@ def transpose(x_ptr, y_ptr, ROWS, COLUMNS, TILE: tl.constexpr):
     across = tl.cdiv(COLUMNS, TILE)
     i = tl.program_id(0) // across * TILE + tl.arange(0, TILE)
     j = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
-    first = tl.program_id(1).to(tl.int64) * ROWS * COLUMNS
+    first = tl.program_id(1).to(tl.int64) * ROWS * COLUMNS  # a group's offset passes 2^31
     keep = (i < ROWS)[:, None] & (j < COLUMNS)[None, :]
     x = tl.load(x_ptr + first + i.to(tl.int64)[:, None] * COLUMNS + j[None, :], mask=keep)
     tl.store(y_ptr + first + j.to(tl.int64)[:, None] * ROWS + i[None, :], x.T, mask=keep.T)
@@ -64,6 +65,7 @@ def transpose(x_ptr, y_ptr, ROWS, COLUMNS, TILE: tl.constexpr):
 
 @triton.jit
 def _halves(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # `split` takes a last axis of 2, so the halves are moved there.
     return z.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
 
@@ -116,7 +118,7 @@ def matmul(
     AC: tl.constexpr = BLOCK_M if TRANSPOSE_A else BLOCK_K
     BR: tl.constexpr = BLOCK_N if TRANSPOSE_B else BLOCK_K
     BC: tl.constexpr = BLOCK_K if TRANSPOSE_B else BLOCK_N
-    a_stride = tl.cast(A_ROWS, tl.int64) * A_COLUMNS
+    a_stride = tl.cast(A_ROWS, tl.int64) * A_COLUMNS  # elements of a group
     b_stride = tl.cast(B_ROWS, tl.int64) * B_COLUMNS
     if TMA:
         a_desc = tl.make_tensor_descriptor(a_ptr, [A_GROUPS, A_ROWS, A_COLUMNS], [a_stride, A_COLUMNS, 1], [1, AR, AC])
@@ -135,14 +137,14 @@ def matmul(
         row = (band * GROUP_M + place % height) * BLOCK_M
         column = (place // height) * BLOCK_N
         acc = tl.zeros([BLOCK_M, BLOCK_N], ACCUMULATE)
-        for step in tl.range(0, SUMMED * num_k):
+        for step in tl.range(0, SUMMED * num_k):  # groups and depth in one loop: the accumulator stays in registers
             if SUMMED > 1:
                 member = step // num_k
                 k = (step % num_k) * BLOCK_K
             else:
                 member = group
                 k = step * BLOCK_K
-            in_a = member if A_GROUPS > 1 else member * 0
+            in_a = member if A_GROUPS > 1 else member * 0  # a shared operand has one group; `* 0` keeps the type
             in_b = member if B_GROUPS > 1 else member * 0
             if TRANSPOSE_A:
                 a = load_tile(a_ptr, a_desc, in_a, a_stride, k, row, A_ROWS, A_COLUMNS, TMA, AR, AC).T
@@ -153,8 +155,9 @@ def matmul(
             else:
                 b = load_tile(b_ptr, b_desc, in_b, b_stride, k, column, B_ROWS, B_COLUMNS, TMA, BR, BC)
             if COMPUTE is not None:
-                a = a.to(COMPUTE)
+                a = a.to(COMPUTE)  # a dtype that the tensor cores do not take is widened in registers
                 b = b.to(COMPUTE)
+            # IMPRECISE bounds how long fp8 sums stay in the tensor core's narrow accumulator
             acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE, out_dtype=ACCUMULATE)
         if ORDER.SPLIT:
             # By quarters, so that the epilogue of a wide tile needs no more registers than there are.

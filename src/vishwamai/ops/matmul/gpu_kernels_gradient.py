@@ -18,7 +18,7 @@ def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     strips, tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0)
     tile, strip = program % tiles, program // tiles % strips
-    group = (program // (tiles * strips)).to(tl.int64)
+    group = (program // (tiles * strips)).to(tl.int64)  # its offset passes 2^31
     return strip, tile, strips, tiles, group, strip * ROWS + tl.arange(0, ROWS), tile * COLUMNS + tl.arange(0, COLUMNS)
 
 
@@ -71,7 +71,7 @@ def epilogue_gradient(
     dz = dout
     if kept_ptr is not None:
         saved = tl.load(kept_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
-        if ACTIVATION == "relu":
+        if ACTIVATION == "relu":  # read off the output, which is kept anyway
             dz = tl.where(saved > 0.0, dz, 0.0)
         else:
             dz *= derivative(saved, ACTIVATION)
@@ -82,6 +82,7 @@ def epilogue_gradient(
     if scale_b_ptr is not None:
         at_column = scale_b_ptr + group * scale_b_group + j * scale_b_column
         of_column = tl.load(at_column, mask=j < N, other=0.0).to(tl.float32)
+    # each factor's gradient takes the other one's scale
     dz_a, dz_b = _scaled(dz, of_row, None), _scaled(dz, None, of_column)
     if dz_a_ptr is not None:
         tl.store(dz_a_ptr + offsets, dz_a.to(dz_a_ptr.dtype.element_ty), mask=keep)
@@ -92,6 +93,7 @@ def epilogue_gradient(
         tl.store(dbias_ptr + by_column, tl.sum(dz, 0), mask=j < N)
     if total_ptr is not None:
         total = tl.load(total_ptr + offsets, mask=keep, other=0).to(tl.float32)
+        # The kept argument is rounded; a scale's gradient sums many such terms, so it is formed again from the sums.
         if kept_ptr is not None and ACTIVATION != "relu":
             z = _scaled(total, of_row, of_column)
             if bias_ptr is not None:
@@ -100,6 +102,7 @@ def epilogue_gradient(
             dz = dout * derivative(z, ACTIVATION)
             dz_a, dz_b = _scaled(dz, of_row, None), _scaled(dz, None, of_column)
         if dscale_a_ptr is not None:
+            # d out / d scale_a is the unscaled sum times b's scale
             tl.store(dscale_a_ptr + (group * tiles + tile) * M + i, tl.sum(dz_b * total, 1), mask=i < M)
         if dscale_b_ptr is not None:
             tl.store(dscale_b_ptr + by_column, tl.sum(dz_a * total, 0), mask=j < N)
@@ -134,7 +137,7 @@ def scale_gradient(
     offsets = i.to(tl.int64)[:, None] * columns + j[None, :]
     x_offsets = x_group * rows * columns + offsets
     dx = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for g in tl.range(0, groups):
+    for g in tl.range(0, groups):  # groups that share x add up in order, in registers
         group = x_group * groups + g
         part = tl.load(gradient_ptr + group * rows * columns + offsets, mask=keep, other=0.0).to(tl.float32)
         if scale_ptr is not None:

@@ -75,11 +75,12 @@ def _unpack(pairs, FOUR: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     and more). Below, where the leading one is not there, it is 2 f - 1, the smaller of the two exactly there.
     """
     byte = pairs.to(tl.int32)
+    # int32, where a shift to the left and back extends the sign.
     code = tl.join((byte << 28) >> 28, byte >> 4).reshape(R, C)  # both halves sign-extended
     if FOUR == "int":
         return code.to(tl.float32)
     f = (((code & 7) << 22) + (126 << 23)).to(tl.float32, bitcast=True)
-    size = tl.minimum(f, f + f - 1.0)
+    size = tl.minimum(f, f + f - 1.0)  # f >= 1: f is smaller; below, 2 f - 1
     return tl.where(code < 0, -size, size)
 
 
@@ -119,14 +120,14 @@ def _by_block(
     j = column + tl.arange(0, C)
     place = j if WIDTH > 1 else j * 0
     first = plane.to(tl.int64) * BLOCKS
-    if R % SIZE == 0 or SIZE % R == 0:
+    if R % SIZE == 0 or SIZE % R == 0:  # tile and block borders meet: few scales, spread by broadcast
         PARTS: tl.constexpr = R // SIZE if R % SIZE == 0 else 1
         block = row // SIZE + tl.arange(0, PARTS)
         mask = (block < BLOCKS)[:, None] & (j < columns)[None, :]
         scale = _scale(ptr, (first + block)[:, None] * WIDTH + place[None, :], mask)
         return y * scale[:, None, :].broadcast_to(PARTS, R // PARTS, C).reshape(R, C)
     else:
-        block = (row + tl.arange(0, R)) // SIZE
+        block = (row + tl.arange(0, R)) // SIZE  # a scale for each row: blocks begin anywhere in the tile
         mask = (block < BLOCKS)[:, None] & (j < columns)[None, :]
         return y * _scale(ptr, (first + block)[:, None] * WIDTH + place[None, :], mask)
 
@@ -156,7 +157,7 @@ def _load_matrix(
     if FOUR is None:
         y = _load(source, plane, row, column, rows, columns, R, C, TMA)
     else:
-        y = _load(source, plane, row, column // 2, rows, columns // 2, R, C // 2, TMA)
+        y = _load(source, plane, row, column // 2, rows, columns // 2, R, C // 2, TMA)  # pairs of columns share a byte
         y = _unpack(y, FOUR, R, C)
     if SIZE > 0:
         y = _by_block(y.to(tl.float32), scale_ptr, scale_plane, row, column, columns, BLOCKS, SIZE, WIDTH, R, C)
@@ -208,7 +209,7 @@ def rows_product(
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
     lhs = _tiles(lhs_ptr, batch, M, K, BLOCK_M, BLOCK_K, TMA_LHS)
-    PAIR: tl.constexpr = 1 if FOUR is None else 2
+    PAIR: tl.constexpr = 1 if FOUR is None else 2  # numbers in a stored element
     ROWS: tl.constexpr = N if TRANSPOSE else K
     COLUMNS: tl.constexpr = K if TRANSPOSE else N
     R: tl.constexpr = BLOCK_N if TRANSPOSE else BLOCK_K
@@ -216,16 +217,17 @@ def rows_product(
     rhs = _tiles(rhs_ptr, MATRICES.PLANES, ROWS, COLUMNS // PAIR, R, C // PAIR, TMA_RHS)
     dtype: tl.constexpr = lhs_ptr.dtype.element_ty
     ids = tl.arange(0, GROUPS)
+    # read on the device: the host never waits
     sizes = tl.load(sizes_ptr + b * strides.sizes + ids, mask=ids < groups, other=0)
     ends = tl.cumsum(sizes, 0)  # [GROUPS]
     if first_ptr is not None:
         first = tl.load(first_ptr + b * strides.first)
         ends += first
-    starts = tl.minimum(ends - sizes, M)
+    starts = tl.minimum(ends - sizes, M)  # sizes may promise more rows than there are
     ends = tl.where(ids < groups, tl.minimum(ends, M), M)  # the group behind the last ends with the array
     last = groups
     if first_ptr is not None:
-        last = groups + 1
+        last = groups + 1  # the rows before the first group, which no group computes
         starts = tl.where(ids == last, 0, starts)
         ends = tl.where(ids == last, tl.minimum(first, M), ends)
     tiles = tl.where(ids <= last, tl.cdiv(ends - starts, BLOCK_M), 0) * num_n  # [GROUPS]: tiles of each group's result
@@ -233,12 +235,13 @@ def rows_product(
     # Persistent programs: loads of groups differ, and each program takes every PROGRAMS-th tile of all groups.
     for tile in tl.range(tl.program_id(0), tl.sum(tiles), PROGRAMS):
         group = tl.sum((done <= tile).to(tl.int32))  # groups whose tiles are all before this one
+        # A lookup in registers: select and sum, since Triton indexes no register tensor.
         selected = ids == group
         start = tl.sum(tl.where(selected, starts, 0))
         end = tl.sum(tl.where(selected, ends, 0))
         local = tile - tl.sum(tl.where(selected, done - tiles, 0))
-        i, j = _place(local, tl.cdiv(end - start, BLOCK_M), num_n, GROUP_M)
-        row = start + i * BLOCK_M
+        i, j = _place(local, tl.cdiv(end - start, BLOCK_M), num_n, GROUP_M)  # tiles of this group alone
+        row = start + i * BLOCK_M  # groups begin at any row: no alignment, no padding
         column = j * BLOCK_N
         matrix = b * strides.rhs + group
         scales = b * strides.scale + group
@@ -265,6 +268,7 @@ def rows_product(
                 TMA_RHS,
             )
             if TRANSPOSE:
+                # A scale of a stored column is one of K here: it belongs to the depth, and cannot wait for the result.
                 y = y.T
                 if scale_ptr is not None and SIZE == 0:
                     positions = k + tl.arange(0, BLOCK_K)
@@ -275,6 +279,7 @@ def rows_product(
         if scale_ptr is not None and SIZE == 0 and not TRANSPOSE:
             positions = column + tl.arange(0, BLOCK_N)
             acc = acc * _column_scale(scale_ptr, scales, positions, (positions < N) & (group < groups), WIDTH)[None, :]
+        # rows from `end` on belong to the next group's tiles
         _finish(out_ptr, acc, b, row, column, M, N, end, BLOCK_M, BLOCK_N, SPLIT)
 
 
@@ -326,6 +331,7 @@ def weights_product(
             if first_ptr is not None:
                 start += tl.load(first_ptr + b * first_stride)
             start = tl.minimum(start, M)
+            # an empty group: start = end, and its weights' gradient is 0
             end = tl.minimum(start + tl.sum(tl.where(ids == group, sizes, 0)), M)
             full_end = start + (end - start) // BLOCK_K * BLOCK_K  # the steps before need no mask
             for row in tl.range(start, full_end, BLOCK_K):

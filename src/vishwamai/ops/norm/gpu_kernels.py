@@ -14,7 +14,7 @@ from vishwamai.core.gpu_kernels import rounded_product
 def _standardize(s, keep, features, LAYER: tl.constexpr, EPS: tl.constexpr):
     """(xhat, rstd) of float32 rows; columns past the end are zero and stay so."""
     if LAYER:
-        mean = tl.sum(s, 1) / features
+        mean = tl.sum(s, 1) / features  # masked columns are 0: the sum is of the features alone
         s = tl.where(keep, s - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(s * s, 1) / features + EPS)  # [ROWS]
     return s * rstd[:, None], rstd
@@ -93,7 +93,7 @@ def backward(
     group = tl.program_id(1).to(tl.int64)
     program = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
-    dscale = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dscale = tl.zeros([ROWS, COLUMNS], tl.float32)  # by row of the tile: one reduction after the loop, not one a step
     doffset = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(
         program * band, tl.minimum(rows, (program + 1) * band), ROWS, num_stages=2
@@ -110,14 +110,16 @@ def backward(
             doffset += dy
         g = dy
         if scale_ptr is not None:
+            # Rounded by itself: g and its mean below must be the same numbers.
             g = rounded_product(dy, _parameter(scale_ptr, group, scale_stride, columns, features))
-        dx = g - xhat * (tl.sum(g * xhat, 1) / features)[:, None]
+        dx = g - xhat * (tl.sum(g * xhat, 1) / features)[:, None]  # minus the part along xhat, which the norm takes out
         if LAYER:
-            dx -= (tl.sum(g, 1) / features)[:, None]
+            dx -= (tl.sum(g, 1) / features)[:, None]  # and along the mean, which the centring takes out
         dx *= rstd[:, None]
         if dtotal_ptr is not None:
             dx += tl.load(dtotal_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=keep)
+    # a row for each program, added later: no atomics, one order
     partial = (group * tl.num_programs(0) + program) * features + columns
     if dscale_ptr is not None:
         tl.store(dscale_ptr + partial, tl.sum(dscale, 0), mask=columns < features)

@@ -19,8 +19,10 @@ def sequence_of(starts_ptr, n, item, QUERIES: tl.constexpr, BLOCKS: tl.constexpr
 
     Every sequence may leave a block unfilled, so the blocks of sequence s begin at `starts[s] // QUERIES + s`.
     """
-    sequence = n * 0
+    sequence = n * 0  # a tensor, as the loop assigns; a constant 0 would be another type
     for first in tl.range(0, n, CHUNK):
+        # How many sequences begin at the item or before it: the loads of a binary search would wait for one
+        # another.
         s = first + 1 + tl.arange(0, CHUNK)
         begin = tl.load(starts_ptr + s, mask=s <= n, other=0)
         if BLOCKS:
@@ -34,7 +36,7 @@ def load_rows(ptr, offsets, rows, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """`[rows, TILE]`: WIDTH elements from each of the offsets `offsets`; 0 beyond WIDTH and where `rows` is False."""
     column = tl.arange(0, TILE)
     mask = rows[:, None]
-    if WIDTH < TILE:
+    if WIDTH < TILE:  # a width of a power of two needs no mask
         mask = mask & (column < WIDTH)[None, :]
     return tl.load(ptr + offsets[:, None] + column[None, :], mask=mask, other=0.0)
 
@@ -94,7 +96,7 @@ def attend(
     SOFTCAP: tl.constexpr = SCORES.SOFTCAP
     batch, tokens, heads = sizes.batch, sizes.tokens, sizes.heads
     place = tl.program_id(0)
-    tile = place % sizes.head_tiles
+    tile = place % sizes.head_tiles  # innermost: tiles of one kv head read the same pages at the same time
     place = place // sizes.head_tiles
     h = place % sizes.kv_heads
     place = place // sizes.kv_heads
@@ -104,13 +106,13 @@ def attend(
     b = (place // sizes.items).to(tl.int64)
 
     cu_q_lens_ptr = sequences.cu_q_lens_ptr + b * sequences.cu_q_lens_batch
-    n = tile * 0 + sequences.total
+    n = tile * 0 + sequences.total  # a tensor of int32, which the branch assigns too
     if sequences.num_seqs_ptr is not None:
         n = tl.minimum(n, tl.load(sequences.num_seqs_ptr + b * sequences.num_seqs_batch))
     if ITEMS.DIRECT:
         if (item >= n) & (item < sequences.total):
             return
-        s = tl.minimum(item, n)
+        s = tl.minimum(item, n)  # items behind the last sequence fall together as item n
         first = item * 0
     else:
         s = sequence_of(cu_q_lens_ptr, n, item, QUERIES, True, TILES.CHUNK)
@@ -146,15 +148,16 @@ def attend(
         if length > SLOTS:
             return
     kv_len = tl.load(sequences.kv_lens_ptr + b * sequences.kv_lens_batch + s)
+    # new queries are the last of the sequence
     begin = kv_len - length + first  # position of the item's first query
     end = tl.minimum(begin + tl.minimum(QUERIES, length - first), tl.minimum(kv_len, sequences.entries * PAGE))
     low = n * 0
     if SCORES.WINDOW:
-        low = tl.maximum(begin - terms.window, 0) // COLUMNS * COLUMNS
+        low = tl.maximum(begin - terms.window, 0) // COLUMNS * COLUMNS  # aligned: a block of keys then lies in one page
     if SPLITS > 1:
         share = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), COLUMNS), SPLITS) * COLUMNS  # whole blocks for each split
         low += split * share
-        end = tl.minimum(end, low + share)
+        end = tl.minimum(end, low + share)  # a split past the last key has low >= end: an empty loop, lse of -inf
 
     query = first + row // HEADS
     token = start + query
@@ -164,10 +167,12 @@ def attend(
     PRECISE: tl.constexpr = q.dtype == tl.float32
     scale = SCORES.SCALE
     if k_pool.scale_ptr is not None:
+        # the pages' scale is linear in the logits: applied to them, not to each key
         scale = scale * tl.load(k_pool.scale_ptr + b * k_pool.scale_batch + h)
     k_ptr = k_pool.ptr + b * k_pool.batch + h.to(tl.int64) * k_pool.head
     if WIDTHS.LATENT:
         if REST > 0:
+            # The latent's DV features and the rotary rest are tiles of their own: together they are no power of two.
             q_rest = load_rows(query_ptr + DV, offsets * D, mine, REST, WIDTHS.REST_TILE)
     elif v_pool.ptr is None:
         v_ptr = k_ptr + v_start
@@ -180,7 +185,7 @@ def attend(
     if terms.slopes_ptr is not None:
         slope = tl.load(terms.slopes_ptr + b * terms.slopes_batch + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     if terms.tree_ptr is not None:
-        first_new = kv_len - length
+        first_new = kv_len - length  # the tree's mask covers the new keys alone
         tree_ptr = terms.tree_ptr + b * terms.tree_batch
         tree_row = token * terms.tree_columns  # below 2^31, which `why_not` sees to
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -194,6 +199,7 @@ def attend(
             page = tl.load(page_indices_ptr + j // PAGE).to(tl.int64)
             slot = j % PAGE + tl.arange(0, COLUMNS)
         else:
+            # a gather: a block spans pages
             page = tl.load(page_indices_ptr + key // PAGE, mask=live, other=0).to(tl.int64)
             slot = key % PAGE
         where = page * k_pool.page + slot.to(tl.int64) * k_pool.token
@@ -208,18 +214,21 @@ def attend(
                 ).to(q.dtype)
                 product = tl.dot(q_rest, k_rest.T, product, input_precision=PRECISION)
         else:
+            # keys and values may lie in pools of different strides
             v_where = page * v_pool.page + slot.to(tl.int64) * v_pool.token
             v = load_pages(v_ptr, v_where, live, WIDTHS.FOUR, DV, DV_TILE).to(q.dtype)
         if SOFTCAP is not None:
+            # the cap is stated in natural units
             x = SOFTCAP * LOG2E * tanh(product * (scale * (1.0 / SOFTCAP)), PRECISE)
         else:
             x = rounded_product(product, scale * LOG2E)
         if terms.slopes_ptr is not None:
             x -= slope[:, None] * (position - key[None, :]).to(tl.float32)
-        seen = live[None, :] & (key[None, :] <= position)
+        seen = live[None, :] & (key[None, :] <= position)  # causal; without a mask in memory
         if SCORES.WINDOW:
             seen = seen & (key[None, :] >= position - terms.window)
         if terms.tree_ptr is not None:
+            # most blocks hold no new key: no load for them
             if (j + COLUMNS > first_new) & (j < first_new + terms.tree_columns):
                 new = (key - first_new)[None, :]
                 among = mine[:, None] & (new >= 0) & (new < terms.tree_columns)
@@ -233,7 +242,7 @@ def attend(
         acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)  # [ROWS, DV_TILE]
         m = m_new
 
-    if lse_ptr is None:
+    if lse_ptr is None:  # of several splits, `combine` adds the sink once
         if terms.sinks_ptr is not None:
             sink = tl.load(terms.sinks_ptr + b * terms.sinks_batch + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
             m_new = tl.maximum(m, sink)
@@ -246,6 +255,7 @@ def attend(
         tl.store(logsumexp_ptr + offsets, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN2), mask=mine)
     factor = 1.0 / tl.where(l == 0.0, 1.0, l)  # rows without a key give 0
     if v_pool.scale_ptr is not None:
+        # linear in the output: once a row, not once a value
         factor *= tl.load(v_pool.scale_ptr + b * v_pool.scale_batch + h)
     acc *= factor[:, None]
     if lse_ptr is not None:
@@ -254,6 +264,7 @@ def attend(
             offsets += split.to(tl.int64) * batch * sequences.total * SLOTS * heads
         else:
             offsets += split.to(tl.int64) * batch * tokens * heads
+        # in units of log2, as `combine` reads it
         tl.store(lse_ptr + offsets, tl.where(l == 0.0, float("-inf"), m + tl.log2(l)), mask=mine)
     mask = mine[:, None] & (column < DV)[None, :]
     tl.store(out_ptr + (offsets * DV)[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -41,7 +41,7 @@ def combine(
     index = tl.program_id(0).to(tl.int64)
     head = index % heads
     token = index // heads % tokens
-    stride = (index * 0 + batch) * tokens * heads
+    stride = (index * 0 + batch) * tokens * heads  # int64 by `index`: splits times tokens times heads passes 2^31
     b = index // heads // tokens
     if SLOTS:
         stride = (index * 0 + batch) * sequences.total * SLOTS * heads
@@ -64,12 +64,13 @@ def combine(
         inside = token < tl.load(sequences.cu_q_lens_ptr + b * sequences.cu_q_lens_batch + n)
     column = tl.arange(0, DV_TILE)
     i = tl.arange(0, SPLITS_TILE)
+    # [SPLITS_TILE]; -inf for splits without a key
     lse = tl.load(lse_ptr + i * stride + index, mask=inside & (i < SPLITS), other=float("-inf"))
     m = tl.max(lse, 0)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + b * sinks_batch + head).to(tl.float32) * LOG2E
         m = tl.maximum(m, sink)
-    m = tl.where(m == float("-inf"), 0.0, m)
+    m = tl.where(m == float("-inf"), 0.0, m)  # no key at all: -inf - -inf would be NaN
     l = tl.sum(tl.exp2(lse - m), 0)
     if sinks_ptr is not None:
         l += tl.exp2(sink - m)
@@ -77,9 +78,10 @@ def combine(
     for first in tl.range(0, SPLITS, ROWS):
         some = first + tl.arange(0, ROWS)
         weight = tl.load(lse_ptr + some * stride + index, mask=inside & (some < SPLITS), other=float("-inf"))
+        # a split without a key has weight 0: its rows are not read
         part = load_rows(partial_ptr, (some * stride + index) * DV, weight != float("-inf"), DV, DV_TILE)
-        acc += tl.sum(part * tl.exp2(weight - m)[:, None], 0)
-    acc *= 1.0 / tl.where(l == 0.0, 1.0, l)
+        acc += tl.sum(part * tl.exp2(weight - m)[:, None], 0)  # in the order of the keys: equal runs give equal bits
+    acc *= 1.0 / tl.where(l == 0.0, 1.0, l)  # a token without keys gives 0
     row = (b * tokens + token) * heads + head
     mask = column < DV
     if SLOTS:

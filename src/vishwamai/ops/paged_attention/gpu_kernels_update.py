@@ -11,6 +11,7 @@ from vishwamai.ops.paged_attention.gpu_kernels import load_rows, sequence_of
 def _stored(x, scale_ptr, h, STORED: tl.constexpr, MOST: tl.constexpr):
     """`x / scale` as pages hold it: integers rounded to the nearest, 8-bit floats no larger than their largest."""
     if scale_ptr is not None:
+        # Rounded to the nearest, as XLA divides: Triton's own division is approximate, and integers would differ.
         x = tl.div_rn(x.to(tl.float32), tl.load(scale_ptr + h)[:, None] + tl.zeros_like(x).to(tl.float32))
     if MOST is not None:
         x = x.to(tl.float32)
@@ -39,25 +40,25 @@ def _turned(
     """`x`, the key rows that begin at offsets `row`, with its 2 PAIRS columns from FIRST on turned by the angles of
     `position`: each column times its cos, plus or minus the other one of its pair times its sin. NaN past the tables.
     """
-    column = tl.arange(0, TILE) - FIRST
+    column = tl.arange(0, TILE) - FIRST  # numbers within the part that turns; negative before it
     turns = (column >= 0) & (column < 2 * PAIRS)
     if INTERLEAVED:
         pair = column // 2
         first = column % 2 == 0
-        partner = tl.where(first, column + 1, column - 1)
+        partner = tl.where(first, column + 1, column - 1)  # (0, 1), (2, 3), ...
     else:
         first = column < PAIRS
         pair = tl.where(first, column, column - PAIRS)
-        partner = tl.where(first, column + PAIRS, column - PAIRS)
+        partner = tl.where(first, column + PAIRS, column - PAIRS)  # halves: (0, PAIRS), (1, PAIRS + 1), ...
     # The other column of a pair was read a moment ago: it comes from the L1 cache.
     y = tl.load(key_ptr + row[:, None] + FIRST + partner[None, :], mask=mine[:, None] & turns[None, :], other=0.0)
     offsets = position.to(tl.int64) * PAIRS + pair
     covered = turns & (position < positions)
     cos = tl.load(cos_ptr + offsets, mask=covered, other=float("nan")).to(tl.float32)
     sin = tl.load(sin_ptr + offsets, mask=covered, other=float("nan")).to(tl.float32)
-    sin = tl.where(first, -sin, sin)
+    sin = tl.where(first, -sin, sin)  # (a cos - b sin, b cos + a sin)
     turned = x.to(tl.float32) * cos[None, :] + y.to(tl.float32) * sin[None, :]
-    return tl.where(turns[None, :], turned.to(x.dtype), x)
+    return tl.where(turns[None, :], turned.to(x.dtype), x)  # rounded before the pages' scale, as without the fusion
 
 
 @triton.jit
@@ -95,15 +96,15 @@ def update(
     if s >= n:
         return
     position = tl.load(sequences.kv_lens_ptr + s) - tl.load(sequences.cu_q_lens_ptr + s + 1) + token
-    if position < 0 or position // PAGE >= sequences.entries:
+    if position < 0 or position // PAGE >= sequences.entries:  # no entry of the table is for this position
         return
     page = tl.load(sequences.page_indices_ptr + s.to(tl.int64) * sequences.entries + position // PAGE).to(tl.int64)
-    if page < 0 or page >= pages:
+    if page < 0 or page >= pages:  # never outside of the pool, whatever the table says
         return
     slot = position % PAGE
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     mine = head < kv_heads
-    head = tl.where(mine, head, 0).to(tl.int64)
+    head = tl.where(mine, head, 0).to(tl.int64)  # masked heads still form addresses: legal ones
     from_row = token.to(tl.int64) * kv_heads + head
     column = tl.arange(0, WIDTHS.D_TILE)
     x = load_rows(key_ptr, from_row * K, mine, K, WIDTHS.D_TILE)

@@ -34,6 +34,7 @@ def _head(
         feature = tl.arange(0, 2 * PAIRS)
         inside = keep[:, None] & (feature < 2 * pairs)[None, :]
         x = tl.load(x_ptr + x_row[:, None] + feature[None, :], mask=inside, other=0.0).to(tl.float32)
+        # one wide load, split in registers: two strided loads would read each sector twice
         a, b = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
         y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), [ROWS, 2 * PAIRS])
         tl.store(y_ptr + y_row[:, None] + feature[None, :], y.to(dtype), mask=inside)
@@ -41,7 +42,7 @@ def _head(
         inside = keep[:, None] & (pair < pairs)[None, :]
         x_at = x_ptr + x_row[:, None] + pair[None, :]
         y_at = y_ptr + y_row[:, None] + pair[None, :]
-        a = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)  # halves: each is contiguous
         b = tl.load(x_at + pairs, mask=inside, other=0.0).to(tl.float32)
         tl.store(y_at, (a * cos - b * sin).to(dtype), mask=inside)
         tl.store(y_at + pairs, (b * cos + a * sin).to(dtype), mask=inside)
@@ -83,14 +84,14 @@ def turn(
     batch = (program // blocks).to(tl.int64)
     row = (program % blocks) * ROWS + tl.arange(0, ROWS)
     keep = row < positions
-    row = row.to(tl.int64)
+    row = row.to(tl.int64)  # offsets of long batches pass 2^31
     pair = tl.arange(0, PAIRS)
     table = batch * table_batch + row[:, None] * pairs + pair[None, :]
     inside = keep[:, None] & (pair < pairs)[None, :]
     cos = tl.load(cos_ptr + table, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + table, mask=inside, other=0.0).to(tl.float32)
     if BACK:
-        sin = -sin
+        sin = -sin  # the inverse rotation is the gradient: a rotation's transpose
     x_row = batch * query.batch + row * query.position
     y_row = batch * query.out_batch + row * query.out_position
     for head in tl.range(group * query.share, tl.minimum(query.total, (group + 1) * query.share)):

@@ -20,12 +20,12 @@ def forward(x_ptr, y_ptr, rows, features, LOG: tl.constexpr, ROWS: tl.constexpr,
     """Grid (cdiv(rows, ROWS),): the softmax of every row, or its logarithm."""
     offsets, keep = _place(rows, features, ROWS, COLUMNS)
     x = tl.load(x_ptr + offsets, mask=keep, other=float("-inf")).to(tl.float32)
-    shifted = x - tl.max(x, 1)[:, None]
+    shifted = x - tl.max(x, 1)[:, None]  # exponents of at most 0: no overflow
     # Rows past the end are -inf throughout, and -inf - -inf is NaN: `keep` sets them to 0.
     e = tl.where(keep, tl.exp(shifted), 0.0)
     total = tl.sum(e, 1)[:, None]  # [ROWS, 1]
     if LOG:
-        y = shifted - tl.log(total)
+        y = shifted - tl.log(total)  # not log(y): that loses small probabilities
     else:
         y = e / total
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=keep)
@@ -43,7 +43,7 @@ def backward(source_ptr, dy_ptr, dx_ptr, rows, features, LOG: tl.constexpr, ROWS
         dx = dy - e * (tl.sum(dy, 1) / tl.sum(e, 1))[:, None]
     else:
         y = tl.load(source_ptr + offsets, mask=keep, other=0.0).to(tl.float32)
-        dx = y * (dy - tl.sum(y * dy, 1)[:, None])
+        dx = y * (dy - tl.sum(y * dy, 1)[:, None])  # y past the end is 0, and so is dx
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=keep)
 
 
@@ -61,7 +61,7 @@ def _renewed(largest, total, x):
     is -inf so far has sums of 0.
     """
     new = tl.maximum(largest, tl.max(x, 1))
-    base = tl.where(new == float("-inf"), 0.0, new)
+    base = tl.where(new == float("-inf"), 0.0, new)  # a row of -inf so far: -inf - -inf would be NaN
     return new, total * tl.exp(largest - base)[:, None] + tl.exp(x - base[:, None])
 
 
@@ -76,7 +76,7 @@ def forward_in_tiles(x_ptr, y_ptr, rows, features, LOG: tl.constexpr, ROWS: tl.c
         offsets, keep = _tile(row, rows, first, features, COLUMNS)
         x = tl.load(x_ptr + offsets, mask=keep, other=float("-inf")).to(tl.float32)
         largest, total = _renewed(largest, total, x)
-    row_sum = tl.sum(total, 1)[:, None]
+    row_sum = tl.sum(total, 1)[:, None]  # [ROWS, 1]
     for first in tl.range(0, features, COLUMNS):
         offsets, keep = _tile(row, rows, first, features, COLUMNS)
         shifted = tl.load(x_ptr + offsets, mask=keep, other=float("-inf")).to(tl.float32) - largest[:, None]

@@ -28,9 +28,11 @@ def arrange(
     """
     target = tl.program_id(0)
     first = tl.program_id(1).to(tl.int64) * blocks
+    # A counting sort: a program counts the blocks before its own target, so no program waits for another.
     smaller = tl.zeros([CHUNK], tl.int32)
     for chunk in tl.range(0, blocks, CHUNK):
         i = chunk + tl.arange(0, CHUNK)
+        # padding sorts behind all targets
         along = tl.load(indices_ptr + (first + i) * 2 + AXIS, mask=i < blocks, other=targets)
         smaller += (along < target).to(tl.int32)
     start = tl.sum(smaller)
@@ -40,10 +42,10 @@ def arrange(
         along = tl.load(indices_ptr + (first + i) * 2 + AXIS, mask=i < blocks, other=targets + 1)
         across = tl.load(indices_ptr + (first + i) * 2 + (1 - AXIS), mask=i < blocks, other=0)
         matches = (along == target).to(tl.int32)
-        to = first + start + tl.cumsum(matches, 0) - 1
+        to = first + start + tl.cumsum(matches, 0) - 1  # stable: equals keep the caller's order, so sums have one order
         tl.store(order_ptr + to, i, mask=matches != 0)
         tl.store(place_ptr + to, across, mask=matches != 0)
-        start += tl.sum(matches)
+        start += tl.sum(matches)  # the next chunk goes on behind
 
 
 @triton.jit
@@ -115,7 +117,7 @@ def product(
     """
     g = tl.program_id(1)
     num_m = tl.cdiv(M, BLOCK_M)
-    num_j: tl.constexpr = (GIVE + BLOCK_N - 1) // BLOCK_N
+    num_j: tl.constexpr = (GIVE + BLOCK_N - 1) // BLOCK_N  # constants: a block's size is part of the program
     num_k: tl.constexpr = (TAKE + BLOCK_K - 1) // BLOCK_K
     # Rows first, so that the programs at work share a column's blocks.
     row = tl.program_id(0) % num_m * BLOCK_M
@@ -127,13 +129,16 @@ def product(
         values = _tiles(values_ptr, values_planes, GIVE, TAKE, BLOCK_N, BLOCK_K, TMA_VALUES)
     else:
         values = _tiles(values_ptr, values_planes, TAKE, GIVE, BLOCK_K, BLOCK_N, TMA_VALUES)
+    # [targets + 1]: this column's blocks are starts[0] ... starts[1]
     starts = starts_ptr + g.to(tl.int64) * list_stride * (width // GIVE + 1) + target
     first = g.to(tl.int64) * list_stride * blocks
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # one flat loop over blocks and their tiles: it pipelines across blocks
     for step in tl.range(tl.load(starts) * num_k, tl.load(starts + 1) * num_k):
         entry = first + step // num_k
         k = step % num_k * BLOCK_K
-        source = tl.load(place_ptr + entry) * TAKE
+        source = tl.load(place_ptr + entry) * TAKE  # features of the dense row that the block takes
+        # values stay in the caller's order: only their numbers are sorted
         number = g * values_stride + tl.load(order_ptr + entry)
         x = _load(dense, g, row, source + k, M, contracted, source + TAKE, BLOCK_M, BLOCK_K, TMA_DENSE)
         if TRANSPOSE:
@@ -142,6 +147,7 @@ def product(
             y = _load(values, number, k, inner, TAKE, GIVE, GIVE, BLOCK_K, BLOCK_N, TMA_VALUES)
         acc = tl.dot(x, y, acc, input_precision=PRECISION)
     column = target * GIVE
+    # up to the block's last column: a tile may be wider than the block
     _store(out_ptr, acc, g, row, column + inner, M, width, column + GIVE, BLOCK_M, BLOCK_N)
 
 
@@ -185,7 +191,7 @@ def values_gradient(
         place_ptr = indices_ptr + (g.to(tl.int64) * list_stride * blocks + number) * 2
         column_of_left = tl.load(place_ptr) * ROWS + i
         column_of_right = tl.load(place_ptr + 1) * COLUMNS + j
-        for m in tl.range(0, M, BLOCK_K):
+        for m in tl.range(0, M, BLOCK_K):  # all rows: a sampled product, only blocks that exist are computed
             x = _load(left, g, m, column_of_left, M, rows, rows, BLOCK_K, BLOCK_M, TMA_LEFT)
             y = _load(right, g, m, column_of_right, M, columns, columns, BLOCK_K, BLOCK_N, TMA_RIGHT)
             acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
