@@ -105,7 +105,7 @@ def sampling(arguments: argparse.Namespace, generation: GenerationConfig) -> Sam
     )
 
 
-def recommended(generation: GenerationConfig) -> dict[str, Any]:
+def recommended(generation: GenerationConfig) -> dict[str, float]:
     """Options of `Sampling` that a model's authors recommend; options of random sampling only where they sample."""
     names = (*_DRAWS, *_ALWAYS) if generation.do_sample else _ALWAYS
     options = {name: value for name in names if (value := getattr(generation, name)) is not None}

@@ -18,7 +18,7 @@ import importlib.util
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vishwamai.cli import binding, generate, model, model_options
 from vishwamai.cli.address import check_address
@@ -217,7 +217,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if engine is None or engine.failure is None else 1
 
 
-def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | None, tuple[str, ...], dict[str, Any]]:
+def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | None, tuple[str, ...], dict[str, float]]:
     """The engine and the encoder, what clients call them, and the model's own options of sampling."""
     from vishwamai.models.encoders import is_encoder
 

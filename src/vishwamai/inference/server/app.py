@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import AsyncIterator
 from importlib import resources
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -63,7 +62,7 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
     names = list(settings.names) if engine else []
     names += [encoder_name] if embed and encoder_name not in names else []
     common = {"object": "model", "created": int(time.time()), "owned_by": "vishwamai"}
-    entries: dict[str, dict[str, Any]] = {name: {"id": name, **common} for name in names}
+    entries: dict[str, dict[str, object]] = {name: {"id": name, **common} for name in names}
     if engine is not None:
         details = {"max_model_len": engine.limits.max_length, "defaults": defaults_of(settings)}
         for name in settings.names:
@@ -97,7 +96,7 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @functools.cache
-    def described_routes() -> dict[str, Any]:
+    def described_routes() -> dict[str, object]:
         return openapi.document(endpoints, KEYED if settings.keys else ())
 
     async def description(request: Request) -> Response:
@@ -171,16 +170,18 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
     return app
 
 
-def defaults_of(settings: Settings) -> dict[str, Any]:
+def defaults_of(settings: Settings) -> dict[str, float]:
     """The options of sampling that hold where a request has none."""
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, **settings.defaults}
 
 
-async def _http_error(request: Request, error: Any) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpError)
     return error_response(request, error)
 
 
-async def _starlette_error(request: Request, error: Any) -> Response:
+async def _starlette_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path[:200]}: {error.detail}."
     if error.status_code == 404:
         paths = dict.fromkeys(route.path for route in request.app.routes if isinstance(route, Route))

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from vishwamai.inference.server.forms import Form
 from vishwamai.inference.server.literals import Place, as_json, scan
@@ -88,7 +87,7 @@ def read_pairs(reader: Reader, state: State, last: bool) -> Move:
     return state.to("calls", state.rest), (Event("arguments", "}" if state.keys else "{}"),)
 
 
-def is_text(schema: Any, key: str) -> bool:
+def is_text(schema: object, key: str) -> bool:
     """Whether an argument is a text by the schema of its function."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     kind = properties.get(key) if isinstance(properties, Mapping) else None

@@ -15,14 +15,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference.guided import LIMITS, Grammar, Vocabulary, grammar_text, invalid
 from vishwamai.inference.server.errors import HttpError
 from vishwamai.inference.threads import roomy_stack
+from vishwamai.models.tokenizer import Tokenizer
 
 CPU_SECONDS = 5
 """Time of a processor for one grammar; twice as long by the clock."""
@@ -48,7 +49,7 @@ class Compilation:
       end_tokens: ids that end an answer.
     """
 
-    def __init__(self, tokenizer: object, vocab: int, end_tokens: list[int]):
+    def __init__(self, tokenizer: Tokenizer, vocab: int, end_tokens: list[int]):
         self._of = (tokenizer, vocab, end_tokens)
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
@@ -57,7 +58,7 @@ class Compilation:
         self._pending = 0
         self._cache: collections.OrderedDict[str, tuple[Grammar, int]] = collections.OrderedDict()
 
-    async def grammar(self, kind: str, source: str | Mapping[str, Any]) -> Grammar:
+    async def grammar(self, kind: str, source: str | Mapping[str, object]) -> Grammar:
         """The grammar of a request; the arguments are those of `Vocabulary.grammar`. Cancelling ends its trial.
 
         Raises:
@@ -83,7 +84,7 @@ class Compilation:
         self._trials.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compiled(self, number: int, kind: str, source: str | Mapping[str, Any]) -> Grammar:
+    def _compiled(self, number: int, kind: str, source: str | Mapping[str, object]) -> Grammar:
         text = grammar_text(kind, source)
         with self._lock:
             if text in self._cache:
@@ -110,9 +111,16 @@ class Compilation:
         return grammar
 
 
-def _settings(tokenizer: Any, vocab: int, end_tokens: list[int]) -> dict[str, Any]:
+def _settings(tokenizer: Tokenizer, vocab: int, end_tokens: list[int]) -> dict[str, object]:
     sizes = {"memory": MEMORY, "cpu": CPU_SECONDS, "stack": STACK}
     return {"tokenizer": tokenizer.encoder.to_str(), "vocab": vocab, "end": end_tokens, "limits": LIMITS, **sizes}
+
+
+class _Trial(TypedDict):
+    """A trial: the library's error or None, and the bytes that the grammar takes."""
+
+    error: str | None
+    bytes: int
 
 
 class _Trials:
@@ -121,10 +129,10 @@ class _Trials:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._waiting: dict[int, concurrent.futures.Future[dict[str, Any] | None]] = {}
+        self._waiting: dict[int, concurrent.futures.Future[_Trial | None]] = {}
         self._finished: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
-        self.settings: Any = dict
+        self.settings: Callable[[], dict[str, object]] = dict
 
     def number(self) -> int:
         """The number of a new trial."""
@@ -135,9 +143,9 @@ class _Trials:
         with self._lock:
             self._started()
 
-    def run(self, number: int, text: str) -> dict[str, Any] | None:
+    def run(self, number: int, text: str) -> _Trial | None:
         """What a trial finds: the library's error or None, and the bytes; None where it exceeds a limit."""
-        result: concurrent.futures.Future[dict[str, Any] | None] = concurrent.futures.Future()
+        result: concurrent.futures.Future[_Trial | None] = concurrent.futures.Future()
         with self._lock:
             if number in self._finished:
                 self._finished.discard(number)

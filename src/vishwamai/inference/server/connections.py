@@ -32,7 +32,7 @@ class LimitedProtocol(H11Protocol):
 
     most = most_connections()
 
-    def __init__(self, *arguments: Any, **options: Any):
+    def __init__(self, *arguments: Any, **options: object):
         super().__init__(*arguments, **options)
         self._timer: asyncio.TimerHandle | None = None
         self._since = self.loop.time()
@@ -42,7 +42,7 @@ class LimitedProtocol(H11Protocol):
         """Whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Begins to count the time."""
         super().connection_made(transport)
         if len(self.connections) > self.most:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import NoReturn
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -29,7 +29,7 @@ class HttpError(Exception):
         self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The object that OpenAI's clients read."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": None}}
@@ -55,7 +55,7 @@ def error_response(request: Request, error: HttpError) -> JSONResponse:
     return response
 
 
-async def read_json(request: Request, limit: int) -> Any:
+async def read_json(request: Request, limit: int) -> object:
     """The JSON value of a body of at most `limit` bytes.
 
     Raises:
@@ -77,7 +77,7 @@ _SMALL = 1 << 16
 """Bytes of a body that is read in less time than a thread takes to begin."""
 
 
-def _value(body: bytearray) -> Any:
+def _value(body: bytearray) -> object:
     try:
         text = body.decode("utf-8")
         value = json.loads(text, parse_constant=_no_constant)
@@ -94,7 +94,7 @@ def _value(body: bytearray) -> Any:
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def _check_text(value: Any, path: str) -> None:
+def _check_text(value: object, path: str) -> None:
     """Raises an error for a text with half of a surrogate pair, which JSON can escape and UTF-8 cannot hold."""
     if isinstance(value, list):
         for i, entry in enumerate(value):
@@ -116,7 +116,7 @@ def _check_text(value: Any, path: str) -> None:
             ) from error
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number of JSON")
 
 
@@ -133,6 +133,6 @@ class declined:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ShapeError | UnsupportedError):
             raise HttpError(400, _MODEL_FILE.sub(r"\1", str(error)), self._param) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 Kind = Literal["json", "object", "pairs", "python", "braces", "harmony"]
 
@@ -91,9 +91,9 @@ _WRITTEN = ('{"name": "{name}", "arguments": ', "}")
 _LIST = r"[\s,\[\]]+"
 
 
-def _objects(begin: str, end: str = "", **options: Any) -> Form:
+def _objects(begin: str, end: str = "", **options: object) -> Form:
     """JSON objects with name and arguments, in a list or not."""
-    return Form(((begin, end),), _OBJECT, "object", **{"between": _LIST, "template": _WRITTEN, **options})
+    return dataclasses.replace(Form(((begin, end),), _OBJECT, "object", _LIST, template=_WRITTEN), **options)
 
 
 def _invocations(begin: str, end: str, before: str, string: bool = False) -> Form:
@@ -133,10 +133,10 @@ def _functions(begin: str, end: str, pad: str = "\n") -> Form:
     )
 
 
-def _deepseek(header: str, before: str, after: str, **options: Any) -> Form:
+def _deepseek(header: str, before: str, after: str, **options: object) -> Form:
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     between, texts = r"(?:\s|```|<｜tool▁call▁end｜>)+", (before, f"{after}<｜tool▁call▁end｜>")
-    return Form(((begin, end),), header, "json", between, template=texts, several=True, **options)
+    return dataclasses.replace(Form(((begin, end),), header, "json", between, template=texts, several=True), **options)
 
 
 FORMS: Mapping[str, Form] = {

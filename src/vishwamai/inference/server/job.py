@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
 
 from vishwamai.inference.barred import Barred
 from vishwamai.inference.guided import Grammar
@@ -17,7 +17,7 @@ class GrammarSource:
     """A grammar that a request asks for: kind and source of `Vocabulary.grammar`, and the argument that has it."""
 
     kind: str
-    source: Any
+    source: str | Mapping[str, object]
     param: str
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.inference.barred import Barred
@@ -23,6 +23,7 @@ from vishwamai.inference.server.replies import Prompt, Reply
 from vishwamai.inference.server.settings import Settings
 from vishwamai.inference.sharding import mesh_of
 from vishwamai.inference.thinking import Thinking
+from vishwamai.models.messages import Message
 
 _OFFERED = ("name", "description", "parameters")
 _LOG = logging.getLogger("vishwamai.server")
@@ -39,7 +40,7 @@ class Chat(NamedTuple):
 
     ids: tuple[int, ...]
     reader: Reader
-    offers: list[dict[str, Any]]
+    offers: list[dict[str, object]]
     shared: int = 0
 
 
@@ -159,7 +160,7 @@ class Jobs:
             {"type": "function", "function": {key: offer[key] for key in _OFFERED if key in offer}} for offer in offers
         ]
 
-        def tokens(messages: list[Any]) -> list[int]:
+        def tokens(messages: Sequence[Message]) -> list[int]:
             if reads:
                 return tokenizer.chat(messages, **values, tools=offered)
             if offers:
@@ -174,7 +175,9 @@ class Jobs:
         shared = 0 if self.engine.scheduler.states is None else shared_beginning(tokens, messages, prompt)
         return Chat(tuple(prompt), Reader.of(form, thinking, tail, offers), offers, shared)
 
-    def _described(self, messages: list[Any], offered: list[Any], values: Mapping[str, Any]) -> list[int]:
+    def _described(
+        self, messages: Sequence[Message], offered: Sequence[Mapping[str, object]], values: Mapping[str, object]
+    ) -> list[int]:
         """A chat for a template that does not read `tools`: the messages offer them."""
         once("the chat template does not read `tools`; messages offer them, and the model writes calls as Hermes does")
         tokenizer = self.engine.tokenizer
@@ -186,7 +189,7 @@ class Jobs:
             return tokenizer.chat(tools.in_messages(messages, offered, "user"), **values)
 
     def _chat_grammar(
-        self, body: schema.Chat, choice: object, form: str | None, functions: Sequence[Mapping[str, Any]]
+        self, body: schema.Chat, choice: object, form: str | None, functions: Sequence[Mapping[str, object]]
     ) -> GrammarSource | None:
         sources = dict(self._sources(body))
         if choice not in ("auto", "none"):
@@ -210,14 +213,22 @@ class Jobs:
             if strict or (kind == "json_schema" and form != "gpt_oss"):
                 sources.pop("response_format", None)
                 with declined("tools"):
-                    source = tools.grammar(form, functions, self._added, forced=False, content=content)
+                    source = tools.grammar(
+                        form,
+                        functions,
+                        self._added,
+                        forced=False,
+                        content=content if isinstance(content, Mapping) else None,
+                    )
                 return self._grammar({**sources, "tools": source})
         return self._grammar(sources)
 
-    def _sources(self, body: schema.Common) -> list[tuple[str, tuple[str, Any]]]:
+    def _sources(self, body: schema.Common) -> list[tuple[str, tuple[str, schema.Grammar]]]:
         return [(name, (kind, source)) for name, kind, source in body.grammars()]
 
-    def _grammar(self, sources: Mapping[str, tuple[str, Any]], param: str | None = None) -> GrammarSource | None:
+    def _grammar(
+        self, sources: Mapping[str, tuple[str, schema.Grammar]], param: str | None = None
+    ) -> GrammarSource | None:
         if len(sources) > 1:
             names = " and ".join(f"`{name}`" for name in sources)
             raise HttpError(400, f"an answer cannot follow {names} at once; pass one of them.", list(sources)[0])
@@ -237,7 +248,7 @@ class Jobs:
     def _job(
         self,
         body: schema.Common,
-        kind: Any,
+        kind: Literal["completion", "chat"],
         prompts: Sequence[Prompt],
         grammar: GrammarSource | None,
         reader: Reader | None = None,
@@ -343,15 +354,16 @@ class Jobs:
             )
 
 
-def _characters(value: Any) -> int:
+def _characters(value: Sequence[Message]) -> int:
     """Characters of all texts of messages; what a template writes of them may be less than their names and ids."""
-    contents = (message.get("content") or () for message in value)
-    parts = (part for content in contents for part in ([content] if isinstance(content, str) else content))
+    contents = (message.get("content") for message in value)
+    lists = ([content] if isinstance(content, str) else content for content in contents)
+    parts = (part for entries in lists if isinstance(entries, Iterable) for part in entries)
     texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
-def _current(message: dict[str, Any]) -> dict[str, Any]:
+def _current(message: dict[str, object]) -> dict[str, object]:
     """A message in today's form: OpenAI's older one has `function_call`, and results of role "function"."""
     call = message.pop("function_call", None)
     if call is not None and not message.get("tool_calls"):
@@ -367,7 +379,9 @@ def once(text: str) -> None:
     _LOG.warning("%s", text)
 
 
-def shared_beginning(tokens: Callable[[list[Any]], list[int]], messages: Sequence[Any], prompt: Sequence[int]) -> int:
+def shared_beginning(
+    tokens: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message], prompt: Sequence[int]
+) -> int:
     """Tokens that a chat begins with whatever its first user says: those of its system message and its functions.
 
     Args:

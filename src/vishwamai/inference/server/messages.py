@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Annotated, Literal
 
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
@@ -84,12 +84,12 @@ class Body(Count):
 
 def as_chat(body: Count) -> schema.Chat:
     """The same request in the form of chats."""
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, object]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}]")
-    chat: dict[str, Any] = {"messages": messages, "model": body.model}
+    chat: dict[str, object] = {"messages": messages, "model": body.model}
     if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(body, Body):
@@ -120,13 +120,13 @@ def as_chat(body: Count) -> schema.Chat:
     return schema.parse(schema.Chat, chat)
 
 
-def _messages(message: Message, where: str) -> Iterator[dict[str, Any]]:
+def _messages(message: Message, where: str) -> Iterator[dict[str, object]]:
     """A message of Anthropic's as one of OpenAI's, or as several: results of tools are messages of their own."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
     parts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[dict[str, object]] = []
     reasoning: list[str] = []
     for i, block in enumerate(message.content):
         kind, place = block.get("type"), f"{where}.content[{i}]"
@@ -136,14 +136,14 @@ def _messages(message: Message, where: str) -> Iterator[dict[str, Any]]:
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"), ensure_ascii=False)}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            content: Any = block.get("content") or ""
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(content, place)}
+            content = _text(block.get("content") or "", place)
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
         elif kind == "thinking":
             reasoning.append(str(block.get("thinking") or ""))
         elif kind != "redacted_thinking":  # of another model
             raise _unread(place, kind)
     if parts or calls or reasoning:
-        extra: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        extra: dict[str, object] = {"tool_calls": calls} if calls else {}
         extra |= {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
         yield {"role": message.role, "content": "\n".join(parts), **extra}
 
@@ -182,9 +182,9 @@ class Writer:
     model: str
     usage: Usage
     id: str = dataclasses.field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
-    content: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    content: list[dict[str, object]] = dataclasses.field(default_factory=list)
 
-    def message(self, stop: str | None = None, sequence: str | None = None) -> dict[str, Any]:
+    def message(self, stop: str | None = None, sequence: str | None = None) -> dict[str, object]:
         """The object of the answer."""
         return {
             "id": self.id,
@@ -197,24 +197,23 @@ class Writer:
             "usage": self._counts(),
         }
 
-    def _counts(self) -> dict[str, Any]:
-        usage = self.usage.value
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
+    def _counts(self) -> dict[str, object]:
+        usage = self.usage
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": usage["completion_tokens"],
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.new_tokens,
         }
 
-    def add(self, event: Event) -> Iterator[dict[str, Any]]:
+    def add(self, event: Event) -> Iterator[dict[str, object]]:
         """Events of one more piece of an answer."""
         kind = {"reasoning": "thinking", "content": "text"}.get(event.kind, "tool_use")
         if event.kind == "call" or (
             event.kind != "arguments" and (not self.content or self.content[-1]["type"] != kind)
         ):
             yield from self._close()
-            begin: dict[str, Any] = {"type": kind}
+            begin: dict[str, object] = {"type": kind}
             begin |= {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}}.get(kind, {})
             if kind == "tool_use":
                 begin |= {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": event.text, "input": {}}
@@ -224,21 +223,21 @@ class Writer:
         if event.kind == "call":
             return
         if event.kind == "arguments":
-            block["arguments"] += event.text
+            block["arguments"] = f"{block['arguments']}{event.text}"
             delta = {"type": "input_json_delta", "partial_json": event.text}
         else:
-            block[kind] += event.text
+            block[kind] = f"{block[kind]}{event.text}"
             delta = {"type": f"{kind}_delta", kind: event.text}
         yield self._event("content_block_delta", delta=delta)
 
-    def _close(self) -> Iterator[dict[str, Any]]:
+    def _close(self) -> Iterator[dict[str, object]]:
         if self.content:
             yield self._event("content_block_stop")
 
-    def _event(self, kind: str, **members: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **members: object) -> dict[str, object]:
         return {"type": kind, "index": len(self.content) - 1, **members}
 
-    def end(self, stop: str, sequence: str | None) -> Iterator[dict[str, Any]]:
+    def end(self, stop: str, sequence: str | None) -> Iterator[dict[str, object]]:
         """Events of the end; the last has the whole message, which the stream leaves out."""
         yield from self._close()
         delta = {"stop_reason": stop, "stop_sequence": sequence}
@@ -246,12 +245,12 @@ class Writer:
         yield {"type": "message_stop"}
 
 
-def _closed(block: dict[str, Any]) -> dict[str, Any]:
+def _closed(block: dict[str, object]) -> dict[str, object]:
     """A block as it is in a whole message: the arguments of a call as an object."""
     if block["type"] != "tool_use":
         return block
     try:
-        value = json.loads(block["arguments"])
+        value = json.loads(str(block["arguments"]))
     except ValueError:  # the answer ended before them
         value = None
     block = {name: member for name, member in block.items() if name != "arguments"}
@@ -288,7 +287,9 @@ class Messages:
             return Response(status_code=499)
         return JSONResponse(writer.message(**last))
 
-    async def _events(self, job: Job, writer: Writer, deltas: Any) -> AsyncIterator[dict[str, Any]]:
+    async def _events(
+        self, job: Job, writer: Writer, deltas: AsyncGenerator[Delta, None]
+    ) -> AsyncIterator[dict[str, object]]:
         yield {"type": "message_start", "message": writer.message()}
         turn: Turn = job.reply.turn()
         delta = Delta(0)
@@ -308,12 +309,13 @@ class Messages:
             yield event
 
 
-def _error(error: HttpError) -> dict[str, Any]:
+def _error(error: HttpError) -> dict[str, object]:
     return {"type": "error", "error": error.body["error"]}
 
 
-async def _last(events: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+async def _last(events: AsyncIterator[dict[str, object]]) -> dict[str, str | None]:
     """The reason of the end, once all events came."""
     every = [event async for event in events]
-    delta = every[-2]["delta"]
+    delta = every[-2]["delta"]  # of `Writer.end`
+    assert isinstance(delta, dict)
     return {"stop": delta["stop_reason"], "sequence": delta["stop_sequence"]}

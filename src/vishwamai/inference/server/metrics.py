@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -51,12 +50,12 @@ class Metrics:
         """The exposition."""
         return generate_latest(self._registry)
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         """All metrics; called at each scrape."""
         if self._engine is not None:
             yield from renamed((*self._times.collect(), *self._state(self._engine)), self._model)
 
-    def _state(self, engine: Engine) -> Iterator[Any]:
+    def _state(self, engine: Engine) -> Iterator[Metric]:
         scheduler, statistics = engine.scheduler, engine.statistics
         pool = scheduler.pool
         gauges = {

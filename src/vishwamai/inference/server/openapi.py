@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -30,7 +29,7 @@ _DECLINED = {
 }
 
 
-def fields(**kinds: str | Mapping[str, Any]) -> dict[str, Any]:
+def fields(**kinds: str | Mapping[str, object]) -> dict[str, object]:
     """The schema of an object with these members: a JSON type, or a schema.
 
     >>> fields(id="string")
@@ -65,11 +64,11 @@ class Endpoint:
     handler: Handler
     summary: str
     bodies: tuple[type[BaseModel], ...] = ()
-    answer: Mapping[str, Any] | None = None
+    answer: Mapping[str, object] | None = None
     media: tuple[str, ...] = (JSON,)
     statuses: tuple[int, ...] = (200,)
     post: bool = False
-    parameters: tuple[Mapping[str, Any], ...] = ()
+    parameters: tuple[Mapping[str, object], ...] = ()
 
     @property
     def method(self) -> str:
@@ -82,7 +81,7 @@ class Endpoint:
         return Route(self.path, self.handler, methods=[self.method])
 
 
-def document(endpoints: Sequence[Endpoint], keyed: tuple[str, ...] = ()) -> dict[str, Any]:
+def document(endpoints: Sequence[Endpoint], keyed: tuple[str, ...] = ()) -> dict[str, object]:
     """The OpenAPI 3.1 document.
 
     Args:
@@ -93,10 +92,10 @@ def document(endpoints: Sequence[Endpoint], keyed: tuple[str, ...] = ()) -> dict
     names, definitions = models_json_schema(
         [(body, "validation") for body in classes], ref_template="#/components/schemas/{model}"
     )
-    paths: dict[str, Any] = {}
+    paths: dict[str, object] = {}
     for endpoint in endpoints:
         path = endpoint.path.replace(":path}", "}")
-        operation: dict[str, Any] = {
+        operation: dict[str, object] = {
             "operationId": f"{endpoint.method} {path}",
             "summary": endpoint.summary,
             "responses": _responses(endpoint),
@@ -134,13 +133,13 @@ def document(endpoints: Sequence[Endpoint], keyed: tuple[str, ...] = ()) -> dict
     }
 
 
-def _responses(endpoint: Endpoint) -> dict[str, Any]:
-    content: dict[str, Any] = {media: {"schema": {"type": "string"}} for media in endpoint.media}
+def _responses(endpoint: Endpoint) -> dict[str, object]:
+    content: dict[str, object] = {media: {"schema": {"type": "string"}} for media in endpoint.media}
     if JSON in content:
         content[JSON] = {"schema": dict(endpoint.answer or {})}
     if EVENTS in content:
         content[EVENTS] = {}  # OpenAPI 3.1 has no schema for the events of a stream
-    responses: dict[str, Any] = {
+    responses: dict[str, object] = {
         str(status): {"description": "the answer", "content": content} for status in endpoint.statuses
     }
     declined = (

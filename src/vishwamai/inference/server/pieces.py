@@ -5,10 +5,10 @@ from __future__ import annotations
 import codecs
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from vishwamai.inference.answers import TokenLogprobs
 from vishwamai.inference.scoring import Score
+from vishwamai.models.tokenizer import Tokenizer
 
 _LEAST = -9999.0
 """In place of the log probability of an impossible token, which JSON cannot hold; vLLM writes the same number."""
@@ -22,7 +22,7 @@ class Pieces:
       as_ids: write every token as `token_id:N`.
     """
 
-    def __init__(self, tokenizer: Any, as_ids: bool = False):
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False):
         self._tokenizer, self._as_ids = tokenizer, as_ids
         self.special = frozenset() if tokenizer is None else frozenset(tokenizer.special_ids.values())
 
@@ -42,12 +42,12 @@ class Pieces:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def entry(self, token: int, logprob: float) -> dict[str, object]:
         """A token of a chat's log probabilities."""
         data = self.bytes_of(token)
         return {"token": self.name(token), "logprob": finite(logprob), "bytes": None if data is None else list(data)}
 
-    def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, object] | None:
         """Log probabilities in the form of chats."""
         content = [
             {**self.entry(e.token, e.logprob), "top_logprobs": [self.entry(token, value) for token, value in e.top]}
@@ -63,10 +63,10 @@ class Pieces:
             names[f"token_id:{token}" if name in names else name] = finite(value)
         return names
 
-    def prompt(self, scores: Sequence[Score | None]) -> list[dict[str, Any] | None]:
+    def prompt(self, scores: Sequence[Score | None]) -> list[dict[str, object] | None]:
         """Log probabilities of a prompt, as vLLM writes them: by token id, the token itself among them."""
 
-        def place(score: Score | None) -> dict[str, Any] | None:
+        def place(score: Score | None) -> dict[str, object] | None:
             if score is None:
                 return None
             ranked = {token: (value, rank) for rank, (token, value) in enumerate(score.top, 1)}
@@ -106,7 +106,7 @@ class Places:
             self.offset += len(self._decoder.decode(self.pieces.bytes_of(token) or b""))
         return start
 
-    def logprobs(self, entries: Sequence[TokenLogprobs], first: int | None = None) -> dict[str, Any] | None:
+    def logprobs(self, entries: Sequence[TokenLogprobs], first: int | None = None) -> dict[str, list[object]] | None:
         """The log probabilities of the next tokens.
 
         Args:
@@ -116,11 +116,11 @@ class Places:
         if not entries and first is None:
             return None
         lead = [] if first is None else [first]
-        nulls: list[Any] = [None] * len(lead)
+        nulls: list[None] = [None] * len(lead)
         tokens = [*lead, *(entry.token for entry in entries)]
         return {
             "tokens": [self.pieces.name(token) for token in tokens],
-            "token_logprobs": nulls + [finite(entry.logprob) for entry in entries],
-            "top_logprobs": nulls + [self.pieces.by_name(entry) for entry in entries],
+            "token_logprobs": [*nulls, *(finite(entry.logprob) for entry in entries)],
+            "top_logprobs": [*nulls, *(self.pieces.by_name(entry) for entry in entries)],
             "text_offset": [self.skip(token) for token in tokens],
         }

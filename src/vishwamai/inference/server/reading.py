@@ -12,7 +12,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from vishwamai.inference.server import arguments
 from vishwamai.inference.server.forms import Form
@@ -195,8 +194,8 @@ def _message(reader: Reader, state: State, last: bool) -> Move:
     text, mark, rest = _until(state, _END_OF_MESSAGE, last)
     if not text and mark is None:
         return None
-    kind: Any = state.name
-    events = (Event(kind, text),)
+    assert state.name in ("reasoning", "content", "arguments")
+    events = (Event(state.name, text),)
     if mark is None:
         return dataclasses.replace(state, rest=rest), events
     return state.to("channel", rest), events

@@ -6,9 +6,9 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from vishwamai.inference.answers import Delta, Finish
+from vishwamai.inference.answers import Delta, Finish, TokenLogprobs
 from vishwamai.inference.scoring import Score
 from vishwamai.inference.server.pieces import Pieces, Places
 from vishwamai.inference.server.reading import Event, Reader
@@ -32,14 +32,19 @@ class Usage:
         self.cached[delta.choice] = max(delta.cached, self.cached.get(delta.choice, 0))
 
     @property
-    def value(self) -> dict[str, Any]:
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that the prefix cache had."""
+        return min(sum(self.cached.values()), self.prompt_tokens)
+
+    @property
+    def value(self) -> dict[str, object]:
         """As OpenAI writes it."""
         details = {"completion_tokens_details": {"reasoning_tokens": sum(self.reasoning.values())}}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.new_tokens,
             "total_tokens": self.prompt_tokens + self.new_tokens,
-            "prompt_tokens_details": {"cached_tokens": min(sum(self.cached.values()), self.prompt_tokens)},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             **(details if self.reasoning else {}),
         }
 
@@ -106,7 +111,7 @@ class Reply:
         """The usage before the first token."""
         return Usage(sum(len(prompt.ids) for prompt in self.prompts))
 
-    def head(self, chunk: bool, usage: Usage | None = None) -> dict[str, Any]:
+    def head(self, chunk: bool, usage: Usage | None = None) -> dict[str, object]:
         """The members before the choices."""
         kind = "chat.completion.chunk" if chunk else "chat.completion"
         name = f"cmpl-{self.id}" if self.kind == "completion" else f"chatcmpl-{self.id}"
@@ -116,7 +121,7 @@ class Reply:
             shared["usage"] = usage.value if usage is not None and self.usage_each else None
         return shared
 
-    def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def body(self, deltas: Sequence[Delta]) -> dict[str, object]:
         """The answer that is sent at once."""
         usage = self.usage()
         by_choice: list[list[Delta]] = [[] for _ in range(self.choices)]
@@ -127,14 +132,14 @@ class Reply:
             return dataclasses.replace(self, n=self.best, best=None)._best(by_choice, usage, self.n)
         return self._object(by_choice, usage)
 
-    def _best(self, by_choice: list[list[Delta]], usage: Usage, n: int) -> dict[str, Any]:
+    def _best(self, by_choice: list[list[Delta]], usage: Usage, n: int) -> dict[str, object]:
         best: list[list[Delta]] = []
         for first in range(0, len(by_choice), n):
             group = sorted(by_choice[first : first + n], key=_likelihood, reverse=True)
             best += group[: self.n]
         return self._object(best, usage)
 
-    def _object(self, by_choice: list[list[Delta]], usage: Usage) -> dict[str, Any]:
+    def _object(self, by_choice: list[list[Delta]], usage: Usage) -> dict[str, object]:
         choices = [self._choice(i, parts, usage) for i, parts in enumerate(by_choice)]
         reply = {**self.head(False), "choices": choices, "usage": usage.value}
         if self.kind == "chat" and self.prompt_logprobs:
@@ -145,11 +150,11 @@ class Reply:
         """An answer of a chat before its first token."""
         return Turn(self.reader, self.single)
 
-    def _choice(self, index: int, deltas: list[Delta], usage: Usage) -> dict[str, Any]:
+    def _choice(self, index: int, deltas: list[Delta], usage: Usage) -> dict[str, object]:
         prompt = self.prompts[index // self.n]
         entries = [entry for delta in deltas for entry in delta.logprobs]
         finish = _FINISH[deltas[-1].finish or "stop"]
-        choice: dict[str, Any] = {"index": index, "finish_reason": finish}
+        choice: dict[str, object] = {"index": index, "finish_reason": finish}
         if self.kind == "completion":
             choice["text"] = (prompt.echo or "") + "".join(delta.text for delta in deltas)
             choice["logprobs"] = self.places(index).joined(entries) if self.logprobs else None
@@ -159,7 +164,7 @@ class Reply:
             turn = self.turn().add_all(deltas)
             if turn.reasoning_tokens:
                 usage.reasoning[index] = turn.reasoning_tokens
-            message: dict[str, Any] = {
+            message: dict[str, object] = {
                 "role": "assistant",
                 "content": turn.content or (None if turn.calls or turn.reasoning else ""),
                 "refusal": None,
@@ -183,10 +188,10 @@ class Reply:
 
     def chunk(
         self, delta: Delta, events: Sequence[Event], turn: Turn, places: EchoedPlaces, usage: Usage
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """One chunk of a stream: a delta, of whose text the events are sent; they are a part of `turn`."""
         finish = None if delta.finish is None else _FINISH[delta.finish]
-        choice: dict[str, Any] = {"index": delta.choice, "finish_reason": finish}
+        choice: dict[str, object] = {"index": delta.choice, "finish_reason": finish}
         if self.kind == "completion":
             choice["text"] = delta.text
             choice["logprobs"] = places.logprobs(delta.logprobs) if self.logprobs else None
@@ -200,34 +205,38 @@ class Reply:
             choice["token_ids"] = list(delta.token_ids)
         return {**self.head(True, usage), "choices": [choice]}
 
-    def _part(self, events: Sequence[Event], turn: Turn) -> dict[str, Any]:
+    def _part(self, events: Sequence[Event], turn: Turn) -> dict[str, object]:
         """What events add to a message."""
-        part: dict[str, Any] = {}
-        calls: list[dict[str, Any]] = []
+        texts: dict[str, str] = {}
+        calls: list[dict[str, object]] = []
+        functions: list[dict[str, str]] = []  # of the calls
         index = len(turn.calls) - sum(event.kind == "call" for event in events) - 1
         for event in events:
             if event.kind == "content":
-                part["content"] = part.get("content", "") + event.text
+                texts["content"] = texts.get("content", "") + event.text
             elif event.kind == "reasoning":
                 if self.reasoning:
-                    part["reasoning_content"] = part.get("reasoning_content", "") + event.text
+                    texts["reasoning_content"] = texts.get("reasoning_content", "") + event.text
             elif event.kind == "call":
                 index += 1
                 function = {"name": event.text, "arguments": ""}
+                functions.append(function)
                 calls.append({"index": index, "id": turn.calls[index].id, "type": "function", "function": function})
             elif calls:
-                calls[-1]["function"]["arguments"] += event.text
+                functions[-1]["arguments"] += event.text
             else:
-                calls.append({"index": index, "function": {"arguments": event.text}})
+                functions.append({"arguments": event.text})
+                calls.append({"index": index, "function": functions[-1]})
+        part: dict[str, object] = {**texts}
         if calls and self.legacy:
-            part["function_call"] = calls[0]["function"]
+            part["function_call"] = functions[0]
         elif calls:
             part["tool_calls"] = calls
         return part
 
-    def first_chunk(self, index: int, places: EchoedPlaces, usage: Usage) -> dict[str, Any] | None:
+    def first_chunk(self, index: int, places: EchoedPlaces, usage: Usage) -> dict[str, object] | None:
         """What comes before an answer's text: the role of a chat, the echoed prompt of a completion."""
-        choice: dict[str, Any] = {"index": index, "finish_reason": None, "logprobs": None}
+        choice: dict[str, object] = {"index": index, "finish_reason": None, "logprobs": None}
         if self.kind == "chat":
             choice["delta"] = {"role": "assistant", "content": ""}
         else:
@@ -237,7 +246,7 @@ class Reply:
             choice |= {"text": prompt.echo, "logprobs": places.of_prompt() if self.logprobs else None}
         return {**self.head(True, usage), "choices": [choice]}
 
-    def last_chunk(self, usage: Usage) -> dict[str, Any]:
+    def last_chunk(self, usage: Usage) -> dict[str, object]:
         """The usage, behind all choices."""
         return {**self.head(True), "choices": [], "usage": usage.value}
 
@@ -266,12 +275,12 @@ class EchoedPlaces(Places):
         if prompt.echo and first.startswith(b" ") and not prompt.echo.startswith(" "):
             self.offset = -1  # SentencePiece's blank before a text
 
-    def of_prompt(self) -> dict[str, Any] | None:
+    def of_prompt(self) -> dict[str, list[object]] | None:
         """The log probabilities of the prompt."""
         scores = [score for score in self.prompt.scores if score is not None]
         return self.logprobs(scores, self.prompt.ids[0])
 
-    def joined(self, entries: Sequence[Any]) -> dict[str, Any] | None:
+    def joined(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[object]] | None:
         """Those of the echoed prompt and of the answer."""
         if self.prompt.echo is None:
             return self.logprobs(entries)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from typing import Annotated, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -69,13 +69,15 @@ class Body(schema.Open):
 
 def as_chat(body: Body) -> schema.Chat:
     """The same request in the form of chats."""
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, object]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
-    items: list[Any] = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    items: list[schema.JsonObject] = (
+        [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    )
     for i, item in enumerate(items):
         _add_item(messages, item, f"input[{i}]")
-    chat: dict[str, Any] = {"messages": messages, "parallel_tool_calls": body.parallel_tool_calls}
+    chat: dict[str, object] = {"messages": messages, "parallel_tool_calls": body.parallel_tool_calls}
     chat |= {name: getattr(body, name) for name in ("model", "temperature", "top_p", "stream")}
     chat["max_completion_tokens"] = body.max_output_tokens
     if body.reasoning is not None:
@@ -92,13 +94,15 @@ def as_chat(body: Body) -> schema.Chat:
     return schema.parse(schema.Chat, chat)
 
 
-def _add_item(messages: list[dict[str, Any]], item: schema.JsonObject, where: str) -> None:
+def _add_item(messages: list[dict[str, object]], item: schema.JsonObject, where: str) -> None:
     kind = item.get("type", "message")
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         if messages and messages[-1]["role"] == "assistant":
-            messages[-1].setdefault("tool_calls", []).append(call)
+            calls = messages[-1].setdefault("tool_calls", [])
+            assert isinstance(calls, list)
+            calls.append(call)
         else:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif kind == "function_call_output":
@@ -129,18 +133,18 @@ class Writer:
     usage: Usage
     id: str = dataclasses.field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: float = dataclasses.field(default_factory=lambda: float(int(time.time())))
-    output: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    output: list[dict[str, object]] = dataclasses.field(default_factory=list)
     number: int = 0
 
-    def response(self, status: str) -> dict[str, Any]:
+    def response(self, status: str) -> dict[str, object]:
         """The object of the response."""
-        body, usage = self.body, self.usage.value
+        body, usage = self.body, self.usage
         counts = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": sum(self.usage.reasoning.values())},
-            "total_tokens": usage["total_tokens"],
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.new_tokens,
+            "output_tokens_details": {"reasoning_tokens": sum(usage.reasoning.values())},
+            "total_tokens": usage.prompt_tokens + usage.new_tokens,
         }
         dump = body.model_dump(mode="json", by_alias=True, exclude_none=True)
         return {
@@ -165,12 +169,12 @@ class Writer:
             "usage": None if status == "in_progress" else counts,
         }
 
-    def event(self, kind: str, **members: Any) -> dict[str, Any]:
+    def event(self, kind: str, **members: object) -> dict[str, object]:
         """The next event."""
         self.number += 1
         return {"type": f"response.{kind}", "sequence_number": self.number - 1, **members}
 
-    def add(self, event: Event, turn: Turn) -> Iterator[dict[str, Any]]:
+    def add(self, event: Event, turn: Turn) -> Iterator[dict[str, object]]:
         """Events of one more piece of an answer, which is a part of `turn`."""
         kind = "message" if event.kind == "content" else event.kind
         if event.kind == "call" or (kind != "arguments" and kind != self._kind):
@@ -180,10 +184,11 @@ class Writer:
             return
         item, text = self.output[-1], event.text
         if event.kind == "arguments":
-            item["arguments"] += text
+            item["arguments"] = f"{item['arguments']}{text}"
             yield self.event("function_call_arguments.delta", **self._place, delta=text)
             return
-        item["content"][0]["text"] += text
+        piece = _first_part(item)
+        piece["text"] = f"{piece['text']}{text}"
         part = {**self._place, "content_index": 0, "delta": text}
         if event.kind == "reasoning":
             yield self.event("reasoning_text.delta", **part)
@@ -193,15 +198,16 @@ class Writer:
     @property
     def _kind(self) -> str | None:
         """Of the item that is being written."""
-        return None if not self.output or self.output[-1]["status"] != "in_progress" else self.output[-1]["type"]
+        running = bool(self.output) and self.output[-1]["status"] == "in_progress"
+        return str(self.output[-1]["type"]) if running else None
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _place(self) -> dict[str, object]:
         return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
 
-    def _open(self, kind: str, turn: Turn) -> Iterator[dict[str, Any]]:
+    def _open(self, kind: str, turn: Turn) -> Iterator[dict[str, object]]:
         name = {"message": "msg", "reasoning": "rs", "call": "fc"}[kind]
-        item: dict[str, Any] = {"id": f"{name}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        item: dict[str, object] = {"id": f"{name}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
         if kind == "call":
             call = turn.calls[-1]
             item |= {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
@@ -212,10 +218,10 @@ class Writer:
         yield self.event("output_item.added", output_index=len(self.output) - 1, item=dict(item))
         if kind != "call":
             item["content"] = [_part("") if kind == "message" else {"type": "reasoning_text", "text": ""}]
-            part = dict(item["content"][0])
+            part = dict(_first_part(item))
             yield self.event("content_part.added", **self._place, content_index=0, part=part)
 
-    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+    def _close(self, status: str) -> Iterator[dict[str, object]]:
         kind = self._kind
         if kind is None:
             return
@@ -225,13 +231,13 @@ class Writer:
             values = {"name": item["name"], "arguments": item["arguments"]}
             yield self.event("function_call_arguments.done", **self._place, **values)
         else:
-            text, name = item["content"][0]["text"], "output_text" if kind == "message" else "reasoning_text"
+            text, name = _first_part(item)["text"], "output_text" if kind == "message" else "reasoning_text"
             part = {**self._place, "content_index": 0}
             yield self.event(f"{name}.done", **part, text=text, **({"logprobs": []} if kind == "message" else {}))
-            yield self.event("content_part.done", **part, part=dict(item["content"][0]))
+            yield self.event("content_part.done", **part, part=dict(_first_part(item)))
         yield self.event("output_item.done", output_index=len(self.output) - 1, item=item)
 
-    def end(self, turn: Turn, complete: bool) -> Iterator[dict[str, Any]]:
+    def end(self, turn: Turn, complete: bool) -> Iterator[dict[str, object]]:
         """Events of the end: of the last item, and of the response."""
         if not self.output:
             yield from self._open("message", turn)
@@ -240,7 +246,14 @@ class Writer:
         yield self.event(status, response=self.response(status))
 
 
-def _part(text: str) -> dict[str, Any]:
+def _first_part(item: Mapping[str, object]) -> dict[str, object]:
+    """The content of an item, which has one part."""
+    content = item["content"]
+    assert isinstance(content, list)
+    return content[0]
+
+
+def _part(text: str) -> dict[str, object]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
@@ -264,7 +277,9 @@ class Responses:
         last = await unless_left(request, _last(events))
         return Response(status_code=499) if last is None else JSONResponse(last["response"])
 
-    async def _events(self, job: Job, writer: Writer, deltas: Any) -> AsyncIterator[dict[str, Any]]:
+    async def _events(
+        self, job: Job, writer: Writer, deltas: AsyncGenerator[Delta, None]
+    ) -> AsyncIterator[dict[str, object]]:
         for kind in ("created", "in_progress"):
             yield writer.event(kind, response=writer.response("in_progress"))
         turn = job.reply.turn()
@@ -282,5 +297,5 @@ class Responses:
             yield event
 
 
-async def _last(events: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+async def _last(events: AsyncIterator[dict[str, object]]) -> dict[str, object]:
     return [event async for event in events][-1]

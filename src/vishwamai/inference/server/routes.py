@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vishwamai.inference.server import messages, responses, schema, scores, tokens
 from vishwamai.inference.server.adapter_routes import AdapterRoutes, Load, Unload
 from vishwamai.inference.server.openapi import EVENTS, JSON, Endpoint, Handler, fields
@@ -17,10 +15,10 @@ _ANSWER = fields(id="string", object="string", created="integer", model="string"
 def answering(service: Service | None, no_answers: Handler) -> list[Endpoint]:
     """Routes of the model's answers; of an encoder alone, those that say that it gives none."""
     chat, completion = (no_answers, no_answers) if service is None else (service.chat, service.completions)
-    answer: dict[str, Any] = {"answer": _ANSWER, "media": (JSON, EVENTS)}
+    typed = (JSON, EVENTS)
     endpoints = [
-        Endpoint("/v1/completions", completion, "continues a text", (schema.Completion,), **answer),
-        Endpoint("/v1/chat/completions", chat, "answers a conversation", (schema.Chat,), **answer),
+        Endpoint("/v1/completions", completion, "continues a text", (schema.Completion,), _ANSWER, typed),
+        Endpoint("/v1/chat/completions", chat, "answers a conversation", (schema.Chat,), _ANSWER, typed),
     ]
     if service is None:
         return endpoints
@@ -31,7 +29,6 @@ def answering(service: Service | None, no_answers: Handler) -> list[Endpoint]:
     count, texts = fields(count="integer", max_model_len="integer", tokens="array"), fields(prompt="string")
     loaded, unloaded = fields(loaded="string"), fields(unloaded="string")
     create, counter = responses.Responses(service).create, anthropic.count
-    typed = (JSON, EVENTS)
     return [
         *endpoints,
         Endpoint("/v1/responses", create, "OpenAI's responses", (responses.Body,), response, typed),

@@ -7,8 +7,8 @@ use for. `NO_EFFECT` are those that an interface documents and that change no an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
@@ -21,6 +21,9 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Short = Annotated[str, Field(max_length=65_536)]
 Tokens = Annotated[int, Field(ge=0, lt=2**31)]
 JsonObject = dict[str, JsonValue]
+Grammar = str | Mapping[str, object]
+"""A regular expression, a grammar or a JSON schema."""
+Sent = TypeVar("Sent", bound=BaseModel)
 
 NO_EFFECT = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity prediction "
@@ -128,7 +131,7 @@ class Common(Open):
         """Whether each chunk of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
-    def sampling(self, defaults: dict[str, Any], limit: int | None) -> Sampling:
+    def sampling(self, defaults: Mapping[str, float], limit: int | None) -> Sampling:
         """The engine's options.
 
         Args:
@@ -155,7 +158,7 @@ class Common(Open):
             logit_bias={_token(key): value for key, value in (self.logit_bias or {}).items()},
         )
 
-    def grammars(self) -> Iterator[tuple[str, str, Any]]:
+    def grammars(self) -> Iterator[tuple[str, str, Grammar]]:
         """What the answer must match: (the request's key, the kind of `guided.Vocabulary.grammar`, the source)."""
         for name, kind in (("regex", "regex"), ("grammar", "lark")):
             if (source := getattr(self, name)) is not None:
@@ -334,7 +337,7 @@ class Embedding(Open):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
 
 
-def unknown_keys(body: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def unknown_keys(body: object, path: str = "") -> Iterator[tuple[str, str]]:
     """(path, name) of the keys of a request that are not declared; a message's are the chat template's.
 
     >>> list(unknown_keys(Embedding.model_validate({"input": "a", "user": "me"})))
@@ -352,7 +355,7 @@ def unknown_keys(body: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield from unknown_keys(getattr(body, name), before + name)
 
 
-def parse(kind: type[BaseModel], body: object) -> Any:
+def parse(kind: type[Sent], body: object) -> Sent:
     """The request of a body.
 
     Raises:

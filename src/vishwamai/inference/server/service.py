@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
@@ -24,10 +24,13 @@ from vishwamai.inference.server.errors import HttpError, declined, read_json
 from vishwamai.inference.server.job import Job
 from vishwamai.inference.server.jobs import Jobs, once
 from vishwamai.inference.server.metrics import Metrics
-from vishwamai.inference.server.requests_log import record_of
+from vishwamai.inference.server.requests_log import Record, record_of
 from vishwamai.inference.server.settings import Settings
 
 __all__ = ["Service", "Settings"]
+
+Sent = TypeVar("Sent", bound=BaseModel)
+Answer = TypeVar("Answer")
 
 
 class Service:
@@ -57,7 +60,7 @@ class Service:
         """POST /v1/chat/completions."""
         return await self._serve(request, schema.Chat, self.jobs.chat)
 
-    async def _serve(self, request: Request, kind: type[schema.Common], make: Callable[[Any], Job]) -> Response:
+    async def _serve(self, request: Request, kind: type[Sent], make: Callable[[Sent], Job]) -> Response:
         self.check_room()
         body = self.checked(kind, await read_json(request, self.settings.max_body))
         job = await self.prepared(request, lambda: make(body))
@@ -81,7 +84,7 @@ class Service:
             grammar = await unless_left(request, self.grammars.grammar(job.grammar.kind, job.grammar.source))
         return None if grammar is None else job.with_grammar(grammar)
 
-    def checked(self, kind: type[BaseModel], value: object) -> Any:
+    def checked(self, kind: type[Sent], value: object) -> Sent:
         """The request of a JSON value, whose model is this server's."""
         body = schema.parse(kind, value)
         check_keys(body, self.settings)
@@ -126,7 +129,7 @@ class Service:
         prompts = (dataclasses.replace(prompt, scores=score) for prompt, score in zip(job.reply.prompts, scores))
         return dataclasses.replace(job, reply=dataclasses.replace(job.reply, prompts=tuple(prompts)))
 
-    async def deltas(self, job: Job, record: Any) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, job: Job, record: Record) -> AsyncGenerator[Delta, None]:
         """The engine's deltas, counted; an error of the engine is an `HttpError`."""
         if job.options is None:
             for choice in range(job.reply.choices):
@@ -219,13 +222,13 @@ def check_keys(body: object, settings: Settings) -> None:
             once(f"the key {name[:200]!r} of requests is not documented and has no effect")
 
 
-def _typed_error(error: HttpError) -> dict[str, Any]:
+def _typed_error(error: HttpError) -> dict[str, object]:
     details = {"message": error.message, "code": str(error.status), "param": error.param}
     return {"type": "error", "sequence_number": 0, **details}
 
 
 async def event_lines(
-    events: AsyncIterator[dict[str, Any]], failed: Callable[[HttpError], dict[str, Any]] = _typed_error
+    events: AsyncIterator[dict[str, object]], failed: Callable[[HttpError], dict[str, object]] = _typed_error
 ) -> AsyncIterator[str]:
     """The lines of a stream of typed events, an error as the last of them, in the form of `failed`."""
     try:
@@ -247,7 +250,7 @@ async def _all(deltas: AsyncIterator[Delta]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-async def unless_left(request: Request, answer: Any) -> Any:
+async def unless_left(request: Request, answer: Awaitable[Answer]) -> Answer | None:
     """What `answer` gives, or None if the client leaves before; then it is cancelled."""
     working = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_left(request))

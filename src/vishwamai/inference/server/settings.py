@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from vishwamai.inference.processors import Factory
 from vishwamai.inference.server.budgets import Key
@@ -44,7 +43,7 @@ class Settings:
     max_queue: int = 256
     max_body: int = 4 * 2**20
     max_new_tokens: int | None = None
-    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: dict[str, float] = dataclasses.field(default_factory=dict)
     encoder: str | None = None
     decline_unknown_keys: bool = False
     allowed_hosts: tuple[str, ...] = ()

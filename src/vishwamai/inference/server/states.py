@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from vishwamai.inference.server.forms import FORMS, THINKING, Form, Thinking, opened
 from vishwamai.inference.server.literals import Place
@@ -34,13 +34,13 @@ class Reader:
     form: str | None = None
     thinking: str | None = None
     inside: bool = False
-    tools: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tools: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, form: str | None, thinking: str | None, prompt: str, offers: Iterable[Mapping[str, Any]]) -> Reader:
+    def of(cls, form: str | None, thinking: str | None, prompt: str, offers: Iterable[Mapping[str, object]]) -> Reader:
         """The reader of the answer to a prompt, whose last part is given, and that offers functions."""
         inside = thinking is not None and opened(THINKING[thinking], prompt)
-        return cls(form, thinking, inside, {offer["name"]: offer.get("parameters") or {} for offer in offers})
+        return cls(form, thinking, inside, {str(offer["name"]): offer.get("parameters") or {} for offer in offers})
 
     @property
     def plain(self) -> bool:
@@ -102,7 +102,7 @@ class State:
         """Whether reasoning is read."""
         return self.mode == "reasoning" or (self.mode == "message" and self.name == "reasoning")
 
-    def to(self, mode: Mode, rest: str, **changes: Any) -> State:
+    def to(self, mode: Mode, rest: str, **changes: object) -> State:
         """The state of another mode."""
         return dataclasses.replace(self, mode=mode, rest=rest, place=Place(), **changes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from vishwamai.inference.server import schema
 from vishwamai.inference.server.errors import HttpError, read_json
 from vishwamai.inference.server.service import Service
+from vishwamai.models.tokenizer import Tokenizer
 
 
 class Prompt(schema.Open):
@@ -60,13 +61,13 @@ class Tokens:
         return JSONResponse({"prompt": text})
 
     @property
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> Tokenizer:
         tokenizer = self._service.engine.tokenizer
         if tokenizer is None:
             raise HttpError(400, "the model has no tokenizer; prompts and answers are token ids.", "prompt")
         return tokenizer
 
-    def _ids(self, body: Prompt | Chat) -> dict[str, Any]:
+    def _ids(self, body: Prompt | Chat) -> dict[str, object]:
         if isinstance(body, Chat):
             ids = list(self._service.jobs.chat_prompt(body).ids)
         else:

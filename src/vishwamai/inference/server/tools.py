@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.inference.server.arguments import is_text
@@ -15,7 +14,7 @@ from vishwamai.inference.server.forms import FORMS, Form
 
 def grammar(
     name: str,
-    tools: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, object]],
     added: Mapping[str, int],
     *,
     forced: bool = True,
@@ -73,13 +72,15 @@ def grammar(
     return "lark", "\n".join([f"start: {start}", *rules])
 
 
-def _call_rules(i: int, form: Form, tool: Mapping[str, Any], added: Mapping[str, int], forced: bool) -> list[str]:
+def _call_rules(i: int, form: Form, tool: Mapping[str, object], added: Mapping[str, int], forced: bool) -> list[str]:
     """The rules of a call of one tool. Its schema is a grammar of its own, for its references count from its root."""
     assert form.template is not None
     quoted = form.arguments == "object"
-    name = json.dumps(tool["name"])[1:-1] if quoted else tool["name"]
+    name = str(tool["name"])
+    name = json.dumps(name)[1:-1] if quoted else name
     before, after = (_literal(part.replace("{name}", name), added) for part in form.template)
-    schema = (tool.get("parameters") if forced or tool.get("strict") else None) or {"type": "object"}
+    schema = tool.get("parameters") if forced or tool.get("strict") else None
+    schema = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
     head = f"object{i}: {before} arguments{i} {after}"
     if form.pairs is not None:
         return [head, *_pair_rules(i, form, schema, added)]
@@ -92,7 +93,7 @@ def _json_rule(schema: Mapping[str, object]) -> str:
     return "%json " + json.dumps({"x-guidance": spaces, **schema})
 
 
-def _pair_rules(i: int, form: Form, schema: Mapping[str, Any], added: Mapping[str, int]) -> list[str]:
+def _pair_rules(i: int, form: Form, schema: Mapping[str, object], added: Mapping[str, int]) -> list[str]:
     """The rules of arguments that are written one by one, in the order of the schema, whose other keywords do not
     hold.
     """
@@ -155,8 +156,8 @@ For each function call, return a json object with function name and arguments wi
 
 
 def in_messages(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], role: str = "system"
-) -> list[dict[str, Any]]:
+    messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]], role: str = "system"
+) -> list[dict[str, object]]:
     """Messages that offer tools, and have earlier calls and their results, as texts in the form of Hermes.
 
     Args:
@@ -169,7 +170,7 @@ def in_messages(
     >>> [message["role"] for message in chat], '"name": "add"' in chat[0]["content"]
     (['system', 'user'], True)
     """
-    chat: list[dict[str, Any]] = []
+    chat: list[dict[str, object]] = []
     for message in messages:
         if message["role"] == "tool":
             text = f"<tool_response>\n{_text(message)}\n</tool_response>"
@@ -178,7 +179,8 @@ def in_messages(
             else:
                 chat.append({"role": "user", "content": text, "results": True})
             continue
-        calls = [call_text(call) for call in message.get("tool_calls") or ()]
+        calls = message.get("tool_calls")
+        calls = [call_text(call) for call in calls] if isinstance(calls, Iterable) else []
         if calls:
             text = "\n".join(filter(None, [_text(message), *calls]))
             message = {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
@@ -194,11 +196,11 @@ def in_messages(
     return chat
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _text(message: Mapping[str, object]) -> str:
     """The text of a message."""
     content = message.get("content")
     if not isinstance(content, list):
-        return content or ""
+        return str(content or "")
     parts = [part.get("text") if isinstance(part, dict) else part for part in content]
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) < len(parts):
@@ -208,7 +210,7 @@ def _text(message: Mapping[str, Any]) -> str:
     return "\n".join(texts)
 
 
-def call_text(call: Any) -> str:
+def call_text(call: object) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     value = dict(function) if isinstance(function, dict) else {}
     if isinstance(value.get("arguments"), str):
@@ -216,7 +218,7 @@ def call_text(call: Any) -> str:
     return f"<tool_call>\n{json.dumps(value, ensure_ascii=False)}\n</tool_call>"
 
 
-def _json(text: str) -> Any:
+def _json(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

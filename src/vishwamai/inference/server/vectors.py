@@ -44,7 +44,7 @@ class Vectors:
         with self.room():
             return await self._answer(request, body)
 
-    def prompted(self, inputs: Sequence[Any], name: str | None) -> list[Any]:
+    def prompted(self, inputs: Sequence[str | Sequence[int]], name: str | None) -> list[str | Sequence[int]]:
         """The inputs, each text behind the encoder's prompt of that name, or the default one.
 
         Raises:
@@ -112,6 +112,6 @@ def shortened(vectors: np.ndarray, dimensions: int) -> np.ndarray:
     return first / np.maximum(np.linalg.norm(first, axis=1, keepdims=True), 1e-12)
 
 
-def encoded_vector(vector: np.ndarray, as_base64: bool) -> Any:
+def encoded_vector(vector: np.ndarray, as_base64: bool) -> str | list[float]:
     vector = vector.astype("<f4")
     return base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from prometheus_client.core import Metric
+from prometheus_client.samples import Sample
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "vishwamai_running": ("vllm:num_requests_running",),
@@ -55,7 +55,7 @@ def renamed(families: Iterable[Metric], model: str) -> Iterator[Metric]:
         yield family
         for name in NAMES.get(family.name, ()):
             copy = Metric(name, family.documentation, family.type)
-            totals: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+            totals: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
             for sample in family.samples:
                 if sample.name.endswith("_created"):
                     continue
