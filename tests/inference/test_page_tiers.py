@@ -25,6 +25,7 @@ from vishwamai.inference.answers import Delta
 from vishwamai.inference.page_tiers import PageTiers
 from vishwamai.inference.prefixes import PAGES, STATES, Part
 from vishwamai.inference.requests import Request
+from vishwamai.inference.sharding import serving_mesh
 from vishwamai.models import Decoder, from_pretrained
 
 LIMITS = Limits(max_sequences=2, max_tokens=24, max_length=96, page_size=4)
@@ -41,6 +42,7 @@ class Start:
     model: Decoder
     options: dict[str, Any]
     programs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    path: Path = Path()
 
     def engine(self, tiers: CacheTiers | None, **options: Any) -> Engine:
         options = {"num_pages": 24, "compile": "lazy", **self.options, **options}
@@ -61,7 +63,7 @@ def model_of(family: str, path: Path, **options: Any) -> Decoder:
 def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     path = tmp_path_factory.mktemp("llama")
     Peer("Llama").save(path)
-    return Start(from_pretrained(path, dtype=jnp.float32), {})
+    return Start(from_pretrained(path, dtype=jnp.float32), {}, path=path)
 
 
 def tiers_of(engine: Engine) -> PageTiers:
@@ -130,6 +132,43 @@ def test_every_kind_of_pool_comes_back(case: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     start = Start(model_of(family, tmp_path / "model", **loading), options)
     check_restart(start, CacheTiers(tmp_path / "cache"), *groups)
+
+
+ON_MESHES: dict[str, tuple[Any, ...]] = {
+    "heads": ("qwen3", "tensor=2", {}),
+    "stacked layers in 8 bits": ("qwen3", "tensor=2", {"kv_dtype": "int8", "stacked": True}),
+    "windows": ("gemma3_text", "tensor=2", {}, "window-8"),
+    "latent rows": ("deepseek_v3", "expert=2,tensor=2", {}),
+    "states next to pages": ("falcon_h1", "tensor=2", {"num_states": 5}, STATES),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "heads" else pytest.param(case, marks=pytest.mark.long) for case in ON_MESHES]
+)
+def test_pages_of_a_mesh_come_back(case: str, tmp_path: Path) -> None:
+    family, axes, options, *groups = ON_MESHES[case]
+    (tmp_path / "model").mkdir()
+    model = model_of(family, tmp_path / "model", stacked=options.pop("stacked", False))
+    start, tiers = Start(model, {**options, "mesh": serving_mesh(axes)}), CacheTiers(tmp_path / "cache")
+    check_restart(start, tiers, *groups)
+
+
+def test_a_page_of_a_mesh_has_the_heads_of_all_its_devices(start: Start, tmp_path: Path) -> None:
+    """The bytes of a page are those of one device; only roundings of sums differ, so the folders are two."""
+    model = from_pretrained(start.path, dtype=jnp.float32)
+    on_mesh = Start(model, {"mesh": serving_mesh("tensor=2")})
+    engines = [starts.engine(CacheTiers(tmp_path)) for starts in (start, on_mesh)]
+    pages = []
+    for engine in engines:
+        engine.generate(PROMPTS[:1], GREEDY)
+        pages.append({part: np.frombuffer(data, np.float32) for part, data in parts_of(engine).items()})
+        engine.stop()
+    single, split = pages
+    assert single.keys() == split.keys()
+    for part, values in single.items():
+        np.testing.assert_allclose(split[part], values, rtol=0, atol=1e-5 * np.abs(values).max())
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.long
@@ -308,10 +347,9 @@ def test_options_of_the_command_that_contradict_each_other(tmp_path: Path) -> No
 
     assert tiers() is None
     assert tiers("--cache-dir", str(tmp_path), "--cache-dir-size", "0.5") == CacheTiers(tmp_path, 1 << 29)
-    assert tiers("--cache-host", "2") == CacheTiers(host_bytes=2 << 30)
+    assert tiers("--cache-host", "2", "--mesh", "tensor=2") == CacheTiers(host_bytes=2 << 30)
     for options, text in (
         (["--cache-dir-size", "1"], "--cache-dir-size is about the files"),
-        (["--cache-host", "1", "--mesh", "tensor=2"], "leave out --mesh"),
         (["--cache-dir", "x", "--no-prefix-cache"], "leave out --no-prefix-cache"),
     ):
         with pytest.raises(CommandError, match=text):

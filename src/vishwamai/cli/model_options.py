@@ -148,9 +148,8 @@ def cache_tiers(arguments: argparse.Namespace) -> CacheTiers | None:
         raise CommandError("--cache-dir-size is about the files of --cache-dir DIR; pass both.")
     if arguments.cache_dir is None and arguments.cache_host is None:
         return None
-    if arguments.mesh is not None or not arguments.prefix_cache:
-        option = "--mesh" if arguments.mesh is not None else "--no-prefix-cache"
-        raise CommandError(f"--cache-dir and --cache-host are of a prefix cache on one device; leave out {option}.")
+    if not arguments.prefix_cache:
+        raise CommandError("--cache-dir and --cache-host are of a prefix cache; leave out --no-prefix-cache.")
     from vishwamai.inference import CacheTiers
 
     return CacheTiers(arguments.cache_dir, arguments.cache_dir_size, arguments.cache_host or 0)

@@ -62,7 +62,7 @@ class Engine:
         further tokens (`models.next_token`); None: guesses come from the text itself (`speculative`). It has pages of
         its own, as many and of the same dtype.
       prefix_cache: bool, True shares the pages of a prompt's prefix with later prompts.
-      tiers: host memory and a directory for prefixes that give way to others, or None for none; for one device.
+      tiers: host memory and a directory for prefixes that give way to others, or None for none.
       end_tokens: ids that end an answer, besides those of the model's configuration and of its tokenizer.
       mesh: devices that split parameters and pages, by explicit axes "tensor" and "expert" (see `mesh`); None: those of
         the model's parameters. It splits the model given, in place.
@@ -147,8 +147,8 @@ class Engine:
             raise ShapeError(f"Engine: `num_states` is {num_states}; pass at least 1, the states of one sequence.")
         sample = calibration_tokens(model.config.vocab_size, min(256, self.limits.max_length), tokenizer)
         self.adapters = None if adapters is None else Adapters(model, adapters, mesh, self._change)
-        if tiers is not None and (mesh is not None or not prefix_cache):
-            raise ShapeError("Engine: `tiers` are of a prefix cache on one device; pass no `mesh`, or no `tiers`.")
+        if tiers is not None and not prefix_cache:
+            raise ShapeError("Engine: `tiers` are of a prefix cache; pass `prefix_cache=True`, or no `tiers`.")
         self.programs = assemble(
             model,
             draft,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vishwamai.inference.head_memory import HeadMemory
 from vishwamai.inference.prefixes import PAGES, STATES, window_group
@@ -48,6 +49,7 @@ class _Group:
     layers: tuple[int, ...]
     count: int  # pages of one layer
     rows: tuple[jax.ShapeDtypeStruct, ...]  # of one page, in each array
+    splits: tuple[PartitionSpec, ...]  # of each array over the mesh; () on one device
 
     @property
     def bytes(self) -> int:
@@ -61,7 +63,10 @@ class _Group:
 
 
 class PageCopies:
-    """Copies between the pools of an engine, on one device, and the host. One thread calls `take` and `put`.
+    """Copies between the pools of an engine and the host. One thread calls `take` and `put`.
+
+    On a mesh each device copies its part of a page, and the bytes on the host are those of all heads, however many
+    devices hold them.
 
     Args:
       programs: whose pools they are; a draft's pages belong to those of the model.
@@ -87,9 +92,9 @@ class PageCopies:
                 jax.ShapeDtypeStruct((rows[i].layers, *arrays[i].shape[1:]), arrays[i].dtype) for i in places
             )
             counts = [arrays[i].shape[0] // rows[i].layers for i in places]
-            self._groups[name] = _Group(places, layers, max(counts, default=0), shapes)
-            read, write = partial(_read, layers=layers), partial(_write, layers=layers)
-            self._programs_of[name] = jax.jit(read), jax.jit(write, donate_argnums=0)
+            splits = () if programs.mesh is None else tuple(_split(arrays[i]) for i in places)
+            self._groups[name] = _Group(places, layers, max(counts, default=0), shapes, splits)
+            self._programs_of[name] = _copies(layers, splits, programs.mesh)
             self.take(name, [])  # compiled now, not when the first page gives way
             self._put(name, [])
 
@@ -133,7 +138,11 @@ class PageCopies:
                 end = start + part[i].nbytes
                 part[i] = data[start:end].view(part.dtype).reshape(part[i].shape)
                 start = end
-        updates = self._programs_of[name][1](self._arrays(name), index, tuple(parts))
+        copies: tuple[np.ndarray | jax.Array, ...] = tuple(parts)
+        if (mesh := self._programs.mesh) is not None:
+            splits = [NamedSharding(mesh, _of_copies(split)) for split in group.splits]
+            copies = tuple(jax.device_put(part, split) for part, split in zip(parts, splits, strict=True))
+        updates = self._programs_of[name][1](self._arrays(name), index, copies)
         arrays, tree = jax.tree.flatten((self._programs.pages, self._programs.draft_pages))
         for place, array in zip(group.places, updates):
             arrays[place] = array
@@ -169,6 +178,30 @@ def _marked(pool: PyTree, pages: _Rows, states: _Rows) -> PyTree:
         return dict.fromkeys(pool, states)
     scale = cast("jax.Array", _Rows(None, scales=True))
     return QuantizedPages(pages, scale, scale) if isinstance(pool, QuantizedPages) else pages
+
+
+def _split(array: jax.Array) -> PartitionSpec:
+    """How the mesh splits an array of pages, with an entry for each of its axes; the axis of pages is never split."""
+    assert isinstance(array.sharding, NamedSharding)
+    spec = array.sharding.spec
+    return PartitionSpec(*spec, *(None,) * (array.ndim - len(spec)))
+
+
+def _of_copies(split: PartitionSpec) -> PartitionSpec:
+    """How copies `[pages, layers, ...]` are split of an array `[layers * pages, ...]`."""
+    return PartitionSpec(None, None, *split[1:])
+
+
+def _copies(
+    layers: tuple[int, ...], splits: tuple[PartitionSpec, ...], mesh: Mesh | None
+) -> tuple[Callable[..., Arrays], Callable[..., Arrays]]:
+    """The programs that read and write pages of a group's arrays, on a mesh each device its part."""
+    read, write = partial(_read, layers=layers), partial(_write, layers=layers)
+    if mesh is not None:
+        copies, pages = tuple(_of_copies(split) for split in splits), PartitionSpec()
+        read = jax.shard_map(read, mesh=mesh, in_specs=(splits, pages), out_specs=copies)
+        write = jax.shard_map(write, mesh=mesh, in_specs=(splits, pages, copies), out_specs=splits)
+    return jax.jit(read), jax.jit(write, donate_argnums=0)
 
 
 def _by_layer(array: jax.Array, layers: int) -> jax.Array:

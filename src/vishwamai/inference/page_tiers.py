@@ -257,6 +257,7 @@ def _fingerprint(programs: Programs, copies: PageCopies, numerics: str) -> str:
         (device.platform, device.device_kind, ffi.isa() if ffi.why_not() is None else None),
         (os.environ.get("XLA_FLAGS"), jax.config.values["jax_default_matmul_precision"], current_config(), numerics),
         (copies.layout, programs.limits.page_size, programs.sizes),
+        None if programs.mesh is None else dict(programs.mesh.shape),  # parts of sums, and their order
         [None if model is None else repr(model.config) for model in models],
         [(jax.tree_util.keystr(path), leaf.shape, leaf.dtype.name) for path, leaf in leaves],
     )
@@ -268,6 +269,10 @@ def _fingerprint(programs: Programs, copies: PageCopies, numerics: str) -> str:
 
 
 def _digest(array: jax.Array) -> bytes:
-    # A view of its own: what JAX keeps of an array on the host goes with it.
-    data = np.ascontiguousarray(np.asarray(array.addressable_data(0)))
-    return hashlib.sha256(data.reshape(-1).view(np.uint8).data).digest()
+    digest = hashlib.sha256()
+    for shard in array.addressable_shards:  # in the order of the mesh's devices
+        if shard.replica_id == 0:
+            # A view of its own: what JAX keeps of an array on the host goes with it.
+            data = np.ascontiguousarray(np.asarray(shard.data))
+            digest.update(data.reshape(-1).view(np.uint8).data)
+    return digest.digest()

@@ -225,6 +225,7 @@ class Programs:
 
     Attributes:
       matrices: the pairs of `adapters.Adapters`, for the next steps.
+      mesh: as the argument.
       compiled, total: programs that are compiled, and all that may be.
       from_cache: number of them that were read, not compiled.
     """
@@ -246,7 +247,7 @@ class Programs:
         matrices: Any = None,
         store: Store = cached,
     ):
-        self.sizes, self.matrices = sizes, matrices
+        self.sizes, self.matrices, self.mesh = sizes, matrices, mesh
         self.model, self.limits, self.draft, self.drafts, self.windows = model, limits, draft, drafts, tuple(windows)
         self.vocab = model.config.vocab_size
         self.shapes = step_shapes(limits, drafts)
