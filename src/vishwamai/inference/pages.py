@@ -26,6 +26,7 @@ def chain(previous: bytes, tokens: Sequence[int]) -> bytes:
     >>> chain(ROOT, [1, 2]) == chain(ROOT, [1, 2]), chain(chain(ROOT, [1]), [2]) == chain(chain(ROOT, [0]), [2])
     (True, False)
     """
+    # 16 bytes: a collision would serve another prompt's keys
     return hashlib.blake2b(previous + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
@@ -96,7 +97,7 @@ class PagePool:
             else:
                 page, _ = self._idle.popitem(last=False)
                 self._record(page)
-                self.unpublish(page)
+                self.unpublish(page)  # its keys are about to be overwritten
             self._holders[page] = 1
             pages.append(page)
         return pages
@@ -142,7 +143,7 @@ class PagePool:
     def drop(self, digest: bytes, evicts: bool = False) -> bool:
         """Makes the page of that digest blank, where it is idle; `evicts`: it gives way to others."""
         page = self._page_of.get(digest)
-        if page not in self._idle:
+        if page not in self._idle:  # unknown, or held by a sequence that still reads it
             return False
         del self._idle[page]
         if evicts:
@@ -157,6 +158,7 @@ class PagePool:
 
     def release(self, pages: Sequence[int]) -> None:
         """One holder less for each page; a sequence's last pages become the oldest, for a prefix ends without them."""
+        # the last page first: it becomes the oldest, and is evicted before those that it follows
         for page in reversed(pages):
             self._holders[page] -= 1
             assert self._holders[page] >= 0, f"page {page} was released more often than it was taken"

@@ -86,13 +86,14 @@ def make_pools(
     counts: dict[str, Any] = {"num_pages": num_pages, "window_pages": window_pages, "num_states": num_states}
     shapes = page_shapes(model.config, dtype=dtype, **counts, **sizes)
     abstract = place_of(model)
-    pools = _empty(model, shapes, mesh) if abstract is None else shapes
+    pools = _empty(model, shapes, mesh) if abstract is None else shapes  # described devices have no memory to fill
     if dtype.itemsize > 1:  # 16 bits and more need no scale
         return pools if abstract is None else _described(model, pools, mesh, abstract)
     if abstract is not None:
         single = page_shapes(model.config, dtype=dtype, num_pages=1, num_states=1, **sizes)
         return _described(model, map(with_scales, pools, single), mesh, abstract)
     most = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    # in floats, through pages as a request's: the rotation is then part of what is measured
     largest = _largest(model, page_size, tokens, mesh)
     if not all(np.isfinite(array).all() for array in jax.tree.leaves(largest)):
         raise UnsupportedError("keys or values of this model are not finite and have no scale; serve it in floats.")
@@ -166,7 +167,7 @@ def _largest(
     pages = -(-count // page_size)
     sizes: dict[str, Any] = {"num_pages": pages, "num_states": 1, "page_size": page_size}
     shapes = page_shapes(model.config, dtype=model.dtype, stacked=model.stacked, **sizes)
-    table = jnp.arange(pages, dtype=jnp.int32)[None]
+    table = jnp.arange(pages, dtype=jnp.int32)[None]  # one sequence, whose pages are all there are
     kv_lens, ends = jnp.array([count], jnp.int32), jnp.array([0, count], jnp.int32)
     batch = PagedBatch(kv_lens, table, ends, count, states=jnp.zeros((2, 1), jnp.int32))
 

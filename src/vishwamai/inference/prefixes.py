@@ -77,11 +77,11 @@ class Prefixes:
           count: leading pages after which it can go on now.
           stored: parts that may come back.
         """
-        has = functools.cache(stored.__contains__)
+        has = functools.cache(stored.__contains__)  # asked for again by each length below; a store may be on disk
         pages, longest = self.pools[PAGES], 0
         while longest < len(digests) and (pages.knows(digests[longest]) or has(Part(PAGES, digests[longest]))):
             longest += 1
-        for most in range(longest, count, -1):
+        for most in range(longest, count, -1):  # from the longest: windows and states may lack a part of it
             if all(self.pools[part.group].knows(part.digest) or has(part) for part in self._parts(digests[:most])):
                 parts = self._parts(digests[:most])
                 return most, [part for part in parts if not self.pools[part.group].knows(part.digest)]
@@ -112,6 +112,7 @@ class Prefixes:
             group_parts = [part for part in lacking if part.group == group]
             if group == STATES or not group_parts:
                 continue
+            # pages and states are evicted as one: the pool alone would leave states without their pages
             if group == PAGES and self._states is not None:
                 self._states.make_pages(len(group_parts))
             pages = pool.take(len(group_parts))
@@ -122,12 +123,13 @@ class Prefixes:
             holds.append((pool, pages))
         state = Part(STATES, prefix[-1])
         if self._states is not None and state in lacking:
+            # after the pages, which the state's tree refers to
             slot = self._states.restore(prefix, self.pools[PAGES].cached(prefix))
             if slot is None:
                 most, restored = count, []
             else:
                 restored.append(Restored(state, slot, parts[state]))
-        for pool, pages in holds:
+        for pool, pages in holds:  # idle again, but known: the sequence shares them like any prefix
             pool.release(pages)
         if self._states is not None:
             self._states.release(None, prefix)  # without their state, pages of a prefix are blank

@@ -98,6 +98,7 @@ class StatePool:
           checkpoint: flag, the sequence holds the first from then on, too. There must be an available slot.
         """
         if checkpoint:
+            # the kept state is read, and must not be written: the next one goes to a slot of its own
             free = self._take()
             assert slot is not None and free is not None
             return slot, free
@@ -121,9 +122,11 @@ class StatePool:
         self.slots.publish(slot, digests[-1])
         for place in range(len(digests) - 1, -1, -1):
             digest = digests[place]
+            # counts references from later pages, too: a joint of the tree outlives one leaf
             self._needs[digest] = self._needs.get(digest, 0) + 1
             if digest in self._parents:  # the pages before it are counted by an earlier state
                 break
+            # the way back to the root, along which `_drop` counts down
             self._parents[digest] = digests[place - 1] if place else None
             self._pages.publish(pages[place], digest)
         return True
@@ -157,13 +160,13 @@ class StatePool:
         """
         if slot is not None:
             self.slots.release([slot])
-        for digest in reversed(digests):
+        for digest in reversed(digests):  # leaves first, as `PagePool.release` orders them
             if digest not in self._needs:
                 self._pages.drop(digest)
 
     def make_pages(self, count: int) -> None:
         """Makes so many pages blank, as far as kept states hold idle ones; the least used go first."""
-        while self._pages.blank < count and self._evict():
+        while self._pages.blank < count and self._evict():  # a state may free no page: others may need all of its pages
             pass
 
     def _take(self) -> int | None:

@@ -64,14 +64,14 @@ class WindowPages:
         """Releases the pages that tokens from `start` on do not see, and takes those of tokens before `end`."""
         for window, span in spans.items():
             pool, first = self.pools[window], self.first_page(window, start)
-            if first > span.first:
+            if first > span.first:  # pages behind the window: no token from `start` on sees them
                 pool.release(span.pages[: first - span.first])
                 del span.pages[: first - span.first]
                 span.first = first
             # Up to the page of token end - 1.
             more = pool.take(max(0, -(-end // self.page_size) - first - len(span.pages)))
             assert more is not None, f"a ring of window {window} is too short for tokens {start} to {end}"
-            span.pages += more
+            span.pages += more  # never None: the pool has a ring for each sequence that runs
 
     def publish(self, spans: Mapping[int, Span], page: int, digest: bytes) -> None:
         """Makes page number `page` of a sequence known, where it still holds that."""
