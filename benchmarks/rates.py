@@ -41,7 +41,8 @@ from vishwamai.core.target import devices_of
 from vishwamai.inference import Delta, Engine, Limits, Request, Sampling
 from vishwamai.models import Decoder, ModelConfig, pack_weights
 from vishwamai.planning.memory.compiler import Compiler
-from vishwamai.planning.search.plan import Candidate, plan_training
+from vishwamai.planning.search.candidates import Candidate
+from vishwamai.planning.search.plan import plan_training
 from vishwamai.planning.serving import Serving, trace_serving
 from vishwamai.planning.time.program_time import time_program
 from vishwamai.planning.time.published import published_range

@@ -18,12 +18,12 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import QTensor, of_zero_words
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.models import from_pretrained
-from vishwamai.models.checkpoint import named_parameters
 from vishwamai.models.compressing import packed, write_compressed
 from vishwamai.models.format_choice import losses
 from vishwamai.models.gptq import gptq
 from vishwamai.models.moments import layer_moments
 from vishwamai.models.storage import Storage
+from vishwamai.models.variables import named_parameters
 from vishwamai.ops.quantization import quantize
 from vishwamai.ops.quantization.search import searched
 

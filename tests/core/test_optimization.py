@@ -16,9 +16,10 @@ from vishwamai.core.observe import Observer, watching
 from vishwamai.core.optimization import Optimization, explain_optimization
 from vishwamai.inference import Engine, Limits, Sampling, plan_load
 from vishwamai.models import Decoder, ModelConfig, save_pretrained
-from vishwamai.models.checkpoint import parameter_variables, quantized
+from vishwamai.models.checkpoint import quantized
+from vishwamai.models.variables import parameter_variables
 from vishwamai.planning.memory.analytic import serving_memory, training_memory
-from vishwamai.planning.search.plan import candidates, meshes
+from vishwamai.planning.search.candidates import candidates, meshes
 from vishwamai.planning.serving import Serving
 from vishwamai.training.config_file import describe, from_dict, load_yaml, to_dict
 from vishwamai.training.run import train

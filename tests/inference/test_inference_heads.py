@@ -32,11 +32,11 @@ from vishwamai.inference.head_memory import HeadMemory
 from vishwamai.inference.prefixes import PAGES
 from vishwamai.inference.server.metrics import Metrics
 from vishwamai.models import PagedBatch, from_pretrained, page_shapes, read_config
-from vishwamai.models.checkpoint import parameter_variables
 from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.layer import LayerKind
 from vishwamai.models.next_token import NextTokenHead, head_config
 from vishwamai.models.pages import pages_of
+from vishwamai.models.variables import parameter_variables
 
 ONE_LAYER: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 0},

@@ -18,7 +18,7 @@ from vishwamai.core import caches, jax_private
 from vishwamai.core.errors import CacheWarning
 from vishwamai.core.op import Op
 from vishwamai.inference import Engine, Limits, Sampling, kept_programs
-from vishwamai.inference.programs import StepShape, host_tables
+from vishwamai.inference.step_shapes import StepShape, host_tables
 from vishwamai.models import Decoder, ModelConfig, decoder
 
 CONFIG = ModelConfig.from_dict(

@@ -23,8 +23,8 @@ from vishwamai import aot
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config, save_pretrained
 from vishwamai.models.adapters import AdapterSizes, adapt, read_adapter
-from vishwamai.models.checkpoint import parameter_variables
 from vishwamai.models.parameters import split_units
+from vishwamai.models.variables import parameter_variables
 from vishwamai.planning.memory.analytic import serving_memory
 from vishwamai.planning.memory.compiler import Compiler
 from vishwamai.planning.serving import Serving, trace_serving

@@ -20,12 +20,12 @@ from vishwamai.cli import main
 from vishwamai.core.qtensor import QTensor
 from vishwamai.inference import Settings, plan_load
 from vishwamai.models import from_pretrained, read_config, read_generation_config, read_tokenizer
-from vishwamai.models.checkpoint import named_parameters
 from vishwamai.models.gguf import LINK, model_directory
 from vishwamai.models.gguf_blocks import BLOCK_TYPES, decoded
 from vishwamai.models.gguf_container import BlockTensor, read_container
 from vishwamai.models.gguf_parts import block_weights
 from vishwamai.models.published import Decoded
+from vishwamai.models.variables import named_parameters
 
 gguf = pytest.importorskip("gguf")
 

@@ -21,8 +21,8 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.inference import plan_load
 from vishwamai.inference.memory import weight_bytes
 from vishwamai.models import Decoder, from_pretrained, save_pretrained
-from vishwamai.models.checkpoint import named_parameters
 from vishwamai.models.storage import Storage
+from vishwamai.models.variables import named_parameters
 
 KEPT = [name for name, (*_, form) in FORMATS.items() if form]
 PROMPTS = [[3, 9, 27, 4, 12], [7, 1]]

@@ -18,9 +18,10 @@ from published import FORMATS, FURTHER, LLAMA, MOE, PLAIN_ONLY, fp8, nvfp4, writ
 from vishwamai import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, save_pretrained
-from vishwamai.models.checkpoint import named_parameters, quantization
 from vishwamai.models.published import Decoded, decode_index
+from vishwamai.models.published.files import quantization
 from vishwamai.models.shards import read_header, read_metadata
+from vishwamai.models.variables import named_parameters
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *FURTHER, *PLAIN_ONLY])

@@ -20,7 +20,7 @@ from models_families import TINY
 from models_peer import SIZES, Peer
 from vishwamai import ShapeError, UnsupportedError
 from vishwamai.models import ModelConfig, from_pretrained, read_config, save_pretrained
-from vishwamai.models.checkpoint import quantization
+from vishwamai.models.published.files import quantization
 
 FILES = world.files("configs", "*/config.json")
 

@@ -4,8 +4,9 @@ import re
 
 from plans import training
 from vishwamai.core.figures import Estimate
+from vishwamai.planning.search.candidates import Candidate
 from vishwamai.planning.search.page import write_page
-from vishwamai.planning.search.plan import Candidate, Plan
+from vishwamai.planning.search.plan import Plan
 
 GIB = 2**30
 

@@ -21,7 +21,8 @@ from vishwamai.parallel.pipeline.ticks import COLUMNS
 from vishwamai.planning.memory.analytic import CLASSES, Breakdown, described, training_memory
 from vishwamai.planning.memory.pipeline_buffers import microbatches_kept, stretch
 from vishwamai.planning.search.advice import alternatives
-from vishwamai.planning.search.plan import candidates, plan_training
+from vishwamai.planning.search.candidates import candidates
+from vishwamai.planning.search.plan import plan_training
 from vishwamai.planning.time.program_time import time_program
 from vishwamai.planning.time.speed import training_time
 from vishwamai.planning.time.timeline import Follower
@@ -242,7 +243,7 @@ def test_a_search_over_stages_asks_the_compiler_for_them(monkeypatch):
         return planning.Program(name, target, b"", (), name)
 
     monkeypatch.setattr("vishwamai.planning.search.plan.trace_training", traced)
-    monkeypatch.setattr("vishwamai.planning.search.plan.REMAT", ("none",))
+    monkeypatch.setattr("vishwamai.planning.search.candidates.REMAT", ("none",))
     monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"needed": GIB, "allocations": []})
     config = staged(mesh={"pipeline": 2, "tensor": 2})
     plan = plan_training(config, "v5e:2x2", search=True, verify=False)

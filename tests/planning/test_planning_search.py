@@ -19,9 +19,11 @@ from vishwamai.cli.plan_training import table
 from vishwamai.cli.progress import Countdown, _countdown_bar
 from vishwamai.core.errors import ConfigError, KernelError
 from vishwamai.planning.memory.analytic import training_memory
+from vishwamai.planning.search import candidates as settings
 from vishwamai.planning.search import plan as search
+from vishwamai.planning.search.candidates import candidates, meshes
 from vishwamai.planning.search.controller import REMAT
-from vishwamai.planning.search.plan import FINALISTS, candidates, meshes, plan_training
+from vishwamai.planning.search.plan import FINALISTS, plan_training
 from vishwamai.planning.time.pace import COMPILED, Pace
 from vishwamai.planning.time.program_time import Row
 from vishwamai.planning.time.speed import training_time
@@ -164,7 +166,7 @@ def test_a_search_takes_moments_of_fewer_bits_where_nothing_else_fits(monkeypatc
         return {"needed": GIB if program.name.endswith("int8") else 20 * GIB, "allocations": []}
 
     monkeypatch.setattr(search, "trace_training", traced)
-    monkeypatch.setattr(search, "REMAT", ("full",))
+    monkeypatch.setattr(settings, "REMAT", ("full",))
     monkeypatch.setattr(planning.Compiler, "_answer", answer)
     said = []
     config = training(batch_size=4, mesh={"tensor": 2})
@@ -190,7 +192,7 @@ def test_a_search_tries_the_fastest_first_and_reports_the_front(capsys, monkeypa
     monkeypatch.setattr(search, "trace_training", fake_trace)
     monkeypatch.setattr(search, "time_program", lambda *_: timed_at(0.5))
     monkeypatch.setattr(planning.Compiler, "_answer", lambda *_: {"needed": 3 * GIB, "allocations": []})
-    monkeypatch.setattr(search, "REMAT", ("none", "full"))
+    monkeypatch.setattr(settings, "REMAT", ("none", "full"))
     path, page = tmp_path / "run.yaml", tmp_path / "plan.html"
     path.write_text(json.dumps({"model": {"config": LLAMA}, "data": {"sequence_length": 128}, "batch_size": 8}))
     command = ["plan", str(path), "--target", "v5e:2x2", "--search", "--price", "1.2", "--report", str(page)]

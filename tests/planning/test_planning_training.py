@@ -33,8 +33,9 @@ from vishwamai.planning.memory.analytic import (
     training_memory,
 )
 from vishwamai.planning.memory.residuals import residual_bytes
+from vishwamai.planning.search.candidates import candidates
 from vishwamai.planning.search.controller import REMAT, TARGET, optimize_memory_usage
-from vishwamai.planning.search.plan import candidates, plan_training
+from vishwamai.planning.search.plan import plan_training
 from vishwamai.planning.serving import Serving, kv_bytes_per_token
 from vishwamai.planning.time.speed import training_speed, training_time
 from vishwamai.training.config import MeshSection

@@ -142,7 +142,8 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
     from vishwamai.core.target import devices_of
     from vishwamai.planning.memory.compiler import Compiler
     from vishwamai.planning.search.advice import explain_training
-    from vishwamai.planning.search.plan import NOT_TRIED, Candidate, Plan, plan_of_tried, plan_training
+    from vishwamai.planning.search.candidates import Candidate
+    from vishwamai.planning.search.plan import NOT_TRIED, Plan, plan_of_tried, plan_training
     from vishwamai.training.config_file import read_config
 
     keys = model_options.optimization(arguments)

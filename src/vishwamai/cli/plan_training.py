@@ -7,7 +7,8 @@ from typing import Any
 
 from vishwamai.core.figures import Estimate
 from vishwamai.planning.memory.analytic import described
-from vishwamai.planning.search.plan import Candidate, Plan, front
+from vishwamai.planning.search.candidates import Candidate, front
+from vishwamai.planning.search.plan import Plan
 from vishwamai.planning.time.published import PublishedRange, published_range
 
 _SHOWN = 12

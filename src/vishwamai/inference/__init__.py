@@ -3,9 +3,10 @@
 Names are imported when they are used: a command says what it loads before flax is imported.
 
 Decisions about plain values: `limits`, `pages`, `windows`, `scheduler`, `answers`, `speculative`. On the device:
-`programs` (a few of fixed shapes, compiled ahead), `kept_programs`, `program_sets`, `sampling`, `pools`, `steps`,
-`drafting`, `mesh`.
-One loop: `engine` and `core`. `guided` has grammars, `scoring` the scores of prompts, `server/` the HTTP interface.
+`programs` (a few of fixed shapes, `step_shapes`), `compiled_function`, `kept_programs`, `program_sets`, `sampling`,
+`pools`, `drafting`, `sharding`.
+One `loop` over the steps of `core`; `engine` puts the parts together. `guided` has grammars, `scoring` the scores of
+prompts, `server/` the HTTP interface.
 """
 
 from __future__ import annotations

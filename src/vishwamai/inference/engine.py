@@ -1,12 +1,11 @@
 """The engine: prompts go in, answers come out, many at once.
 
-One thread runs the loop, which is `core.EngineCore` step by step; others hand requests in through a queue.
+`Engine` puts the parts together, and adds whole answers, streams, adapters and sleep to the loop of `loop.EngineLoop`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import queue
@@ -19,26 +18,26 @@ from typing import Any
 from jax.sharding import Mesh
 
 from vishwamai.core.arguments import check_instances, checked
-from vishwamai.core.errors import DeviceError, ShapeError
+from vishwamai.core.errors import ShapeError
 from vishwamai.core.optimization import Optimization
 from vishwamai.inference.adapters import Adapters, Matrices
-from vishwamai.inference.answers import Answer, Delta, Finish, joined
+from vishwamai.inference.answers import Answer, Delta, joined
 from vishwamai.inference.assembly import assemble, window_rings_of
+from vishwamai.inference.compiled_function import COMPILE, cached
 from vishwamai.inference.core import EngineCore
 from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.limits import Limits
+from vishwamai.inference.loop import EngineLoop
 from vishwamai.inference.memory import default_states
 from vishwamai.inference.memory_release import EngineMemory, Reload
 from vishwamai.inference.page_tiers import CacheTiers, PageTiers
 from vishwamai.inference.pages import PagePool
 from vishwamai.inference.pools import calibration_tokens, kv_dtype_of
-from vishwamai.inference.programs import COMPILE, cached
 from vishwamai.inference.prompts import Prompts
 from vishwamai.inference.requests import Request
 from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.scheduler import Scheduler
 from vishwamai.inference.sharding import mesh_of, place_model
-from vishwamai.inference.threads import roomy_stack
 from vishwamai.models import Decoder
 from vishwamai.models.adapters import AdapterSizes
 from vishwamai.models.rotation import rotation_switch
@@ -47,7 +46,7 @@ _OPTIONAL = {"limits": Limits, "draft": Decoder, "mesh": Mesh, "adapters": Adapt
 
 
 @checked
-class Engine:
+class Engine(EngineLoop):
     """Answers prompts with a decoder, many at once.
 
     Args:
@@ -75,9 +74,6 @@ class Engine:
       on_program: called with (how many programs are compiled, of how many, the next one's name).
       store: callable that compiles the programs or reads them: a `programs.Store`, such as a `program_sets.ProgramSet`.
       reload: callable that reads the model and its draft again, for `sleep(2)`, or None.
-
-    Attributes:
-      sleeping: level of `sleep`, 0 while it is awake.
 
     Raises:
       UnsupportedError: keys and values of that dtype are not served, packed weights are to be split, or the layers of
@@ -166,63 +162,20 @@ class Engine:
             lazy=compile == "lazy",
             store=store,
         )
-        self.prompts = Prompts(self.programs.vocab, self.limits, num_pages, tokenizer)
         pool = PagePool(num_pages, prefix_cache)
         windows = window_rings_of(model, draft, self.limits)
         switch = rotation_switch(model.config)
-        self.scheduler = Scheduler(self.limits, pool, switch, windows, num_states, restores=tiers is not None)
+        scheduler = Scheduler(self.limits, pool, switch, windows, num_states, restores=tiers is not None)
         stores = None if tiers is None else PageTiers(tiers, self.programs, repr(self.optimization))
-        self.core = EngineCore(self.programs, self.scheduler, tokenizer, self.end_tokens, stores)
-        self.statistics = self.core.statistics
+        core = EngineCore(self.programs, scheduler, tokenizer, self.end_tokens, stores)
+        super().__init__(core, Prompts(self.programs.vocab, self.limits, num_pages, tokenizer))
+        self.statistics = core.statistics
         self._memory = EngineMemory(self.programs, self.adapters, mesh, reload)
-        self.sleeping = 0
         self._sleep_lock = threading.Lock()  # one call of `sleep` or `wake` at a time
-        self._idle_work: list[tuple[Callable[[], None], concurrent.futures.Future[None]]] = []
-        self.failure: str | None = None
-        self.on_failure: Callable[[], None] | None = None  # called once `failure` is set, on the engine's thread
-        self._inbox: queue.SimpleQueue[tuple[Callable[[Any], None], Any] | None] = queue.SimpleQueue()
-        self.pending = 0  # answers handed in, and not taken from the queue yet
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    # What any thread may call.
-
-    @property
-    def unfinished(self) -> int:
-        """Answers that wait or run."""
-        return self.scheduler.unfinished + self.pending
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return self.pending == 0 and self.core.idle
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The token ids of a prompt; see `Prompts.encode`."""
         return self.prompts.encode(prompt)
-
-    def check(self, prompt: Sequence[int], options: Sampling) -> int:
-        """The length that each answer's sequence may reach, prompt included; see `Prompts.check`."""
-        return self.prompts.check(prompt, options)
-
-    def submit(self, request: Request) -> None:
-        """Hands a request in; its sink is called until every answer has ended.
-
-        Raises:
-          ShapeError: it cannot be served.
-          DeviceError: the engine has failed, or sleeps.
-        """
-        self.check(request.prompt, request.options)
-        if self.failure is not None:
-            raise DeviceError(f"the engine has stopped: {self.failure}; start it again.")
-        with self._lock:
-            self._check_awake()
-            self.pending += request.options.n
-        self._inbox.put((self._take, request))
-
-    def cancel(self, request: Request) -> None:
-        """Ends a request: its pages are free before the next step."""
-        self._inbox.put((self._cancel, request))
 
     def sleep(self, level: int = 1) -> None:
         """Frees the memory of pages, states and weights until `wake`. New requests are declined from now on; the call
@@ -265,27 +218,6 @@ class Engine:
         self.core.store_prefixes()
         self.scheduler.forget_prefixes()
         self._memory.release(level)
-
-    def _check_awake(self) -> None:
-        if self.sleeping:
-            raise DeviceError("the engine sleeps; call `wake()` (POST /wake_up) first.")
-
-    def _when_idle(self, work: Callable[[], None]) -> None:
-        """Does something once every answer has ended, on the thread of the loop where there is one."""
-        if self._thread is None:
-            while not self.idle:
-                self.step()
-            work()
-            return
-        result: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._inbox.put((self._idle_work.append, (work, result)))
-        try:
-            if self.failure is None:  # else nobody takes it from the queue
-                result.result()
-        except concurrent.futures.CancelledError:
-            pass
-        if not result.done() or result.cancelled():
-            raise DeviceError(f"the engine has stopped: {self.failure or 'its loop has ended'}; start it again.")
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
         """Loads an adapter as the library peft writes it; requests name it. Answers that run are not disturbed.
@@ -438,88 +370,3 @@ class Engine:
                     request.adapter = self._adapters.take(name, request.options.n)
                     holders.callback(self._adapters.release, request.adapter, request.options.n)
             yield
-
-    def start(self) -> None:
-        """Runs the loop on a thread of its own."""
-        if self._thread is None:
-            with roomy_stack():  # grammars are copied and freed there
-                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-                self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the loop; requests that are not answered end as cancelled. With `tiers`, prefixes are stored."""
-        if self._thread is not None:
-            self._inbox.put(None)
-            self._thread.join()
-            self._thread = None
-            self._abandon("cancelled")
-        if self.failure is None:
-            self.core.store_prefixes()
-
-    # The loop.
-
-    def _run(self) -> None:
-        try:
-            while True:
-                if self._idle_work and self.idle:
-                    work, result = self._idle_work.pop(0)
-                    try:
-                        result.set_result(work())
-                    except Exception as error:  # of the caller of `sleep` or `wake`
-                        result.set_exception(error)
-                if self.idle and not self._idle_work and not self._receive(wait=True):
-                    break
-                if not self.step():
-                    break
-            self._abandon("cancelled")
-        except Exception as error:  # what cannot be a request's: every client is told
-            self.failure = f"{type(error).__name__}: {error}"
-            self._abandon("error")
-            if self.on_failure is not None:
-                self.on_failure()
-            raise
-
-    def _abandon(self, finish: Finish) -> None:
-        """Ends all answers, and those of requests that nobody took from the queue."""
-        self.core.abandon(finish, self.failure)
-        for _, result in self._idle_work:
-            result.cancel()
-        self._idle_work.clear()
-        while not self._inbox.empty():
-            item = self._inbox.get()
-            if item is not None and item[0] == self._idle_work.append:
-                item[1][1].cancel()
-            if item is None or item[0] != self._take:
-                continue
-            for choice in range(item[1].options.n):
-                item[1].sink(Delta(choice, finish=finish, error=self.failure))
-            with self._lock:
-                self.pending -= item[1].options.n
-
-    def step(self) -> bool:
-        """One turn of the loop; False once it has been told to stop."""
-        if not self._receive():
-            return False
-        self.core.step()
-        return True
-
-    def _receive(self, wait: bool = False) -> bool:
-        """Does what was handed in; False if that is to stop."""
-        try:
-            while True:
-                item = self._inbox.get(block=wait)
-                wait = False
-                if item is None:
-                    return False
-                do, argument = item
-                do(argument)
-        except queue.Empty:
-            return True
-
-    def _take(self, request: Request) -> None:
-        self.core.take(request, self.check(request.prompt, request.options))
-        with self._lock:
-            self.pending -= request.options.n
-
-    def _cancel(self, request: Request) -> None:
-        self.core.cancel(request)

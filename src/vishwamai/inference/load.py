@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from vishwamai.core import ffi
 from vishwamai.core.numbers import human
 from vishwamai.core.optimization import Optimization
+from vishwamai.inference.compiled_function import Store, cached
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.memory import rings_of
-from vishwamai.inference.programs import Store, cached
 from vishwamai.inference.prompts import Prompts
 from vishwamai.inference.sharding import serving_mesh, serving_rules
 from vishwamai.models.adapters import AdapterSizes
@@ -251,7 +251,7 @@ def packed_form(quantize: str | None) -> str | Storage | None:
 
 def form_of_directory(quantize: str | None, directory: Path, model: Path) -> str | None:
     """`quantize` of the model, or of its draft: a plain draft has nothing to keep."""
-    from vishwamai.models.checkpoint import is_quantized
+    from vishwamai.models.published.files import is_quantized
     from vishwamai.models.storage import KEEP
 
     return None if quantize == KEEP and directory != model and not is_quantized(directory) else quantize

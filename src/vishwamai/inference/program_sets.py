@@ -33,9 +33,10 @@ from vishwamai.core.hardware import tpu_for
 from vishwamai.core.target import Target
 from vishwamai.inference import kept_programs
 from vishwamai.inference.assembly import assemble
+from vishwamai.inference.compiled_function import cached
 from vishwamai.inference.load import Load, form_of_directory
 from vishwamai.inference.pools import kv_dtype_of
-from vishwamai.inference.programs import Programs, cached
+from vishwamai.inference.programs import Programs
 from vishwamai.inference.sharding import logical_rules
 from vishwamai.models.shapes import decoder_shapes
 

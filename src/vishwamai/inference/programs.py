@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,76 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from vishwamai.core.execute import only_for, platform_of
 from vishwamai.core.host_memory import give_back
-from vishwamai.core.qtensor import bits
-from vishwamai.inference import kept_programs
+from vishwamai.inference.compiled_function import CompiledFunction, Kernels, Store, cached
 from vishwamai.inference.drafting import DraftPages, computed, draft_step
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.pools import zeros
 from vishwamai.inference.sampling import Proposals, Rows, Sampled, all_allowed, empty_rows, sample
-from vishwamai.inference.sharding import gathered, on_mesh, place_of, put, replicated
+from vishwamai.inference.sharding import gathered, place_of, put, replicated
+from vishwamai.inference.step_shapes import StepShape, Tables, checking_shapes, host_tables, step_shapes
 from vishwamai.models import Decoder, PagedBatch
 from vishwamai.models.adapters import AdapterSizes, adapt
 from vishwamai.models.pages import has_states
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class StepShape:
-    """The sizes of a step's arrays: its tokens, its sequences, the rows of logits, and most tokens of one sequence."""
-
-    tokens: int
-    sequences: int
-    rows: int
-    longest: int
-
-
-COMPILE = ("ahead", "lazy")
-"""When programs are compiled: all before the first request, or most of them on demand."""
-
-
-Kernels = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Puts a configuration of kernels in force, such as `Optimization.kernels`."""
-
-
-Store = Callable[[str, Any, tuple[Any, ...], Callable[[], None], "Mesh | None"], Any]
-"""Gives the compiled program of (its name, the jitted function, the arguments, what is called where it is read, the
-mesh).
-"""
-
-
-def cached(
-    name: str, function: Any, arguments: tuple[Any, ...], on_read: Callable[[], None], mesh: Mesh | None = None
-) -> Any:
-    """The `Store` of each start: the program is compiled, or read where an earlier start kept it."""
-    return kept_programs.compiled(function, arguments, on_read)
-
-
-class Tables(dict[str, Any]):
-    """Host arrays of one step, by name; see `host_tables`."""
-
-
-def step_shapes(limits: Limits, drafts: int = 0) -> tuple[StepShape, ...]:
-    """The shapes of every step: decodes of 1, 2, 4, ... sequences, guesses for as many, prompts alone, and mixed steps
-    of `Limits.mixed_sizes`.
-
-    >>> [(s.tokens, s.sequences) for s in step_shapes(Limits(max_sequences=3, max_tokens=128))]
-    [(1, 1), (2, 2), (3, 3), (32, 3), (128, 3)]
-    """
-    most = limits.max_sequences
-    counts = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
-    shapes = [StepShape(n, n, n, 1) for n in counts]
-    if drafts:
-        shapes += checking_shapes(limits, drafts)
-    shapes += [StepShape(n, most, most, n) for n in limits.mixed_sizes]
-    return tuple(sorted(shapes))
-
-
-def checking_shapes(limits: Limits, drafts: int) -> tuple[StepShape, ...]:
-    """The shapes of steps that check guesses: of 1, 2, 4, ... sequences."""
-    most = limits.max_sequences
-    counts = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
-    return tuple(StepShape(n * (drafts + 1), n, n * (drafts + 1), drafts + 1) for n in counts)
 
 
 def _forward(
@@ -132,77 +73,6 @@ def _draw(
 def _place(history: Any, slot: Any, start: Any, tokens: Any) -> Any:
     """`tokens` `[length]` into a slot from `start` on; what goes past the end is dropped."""
     return history.at[slot, start + jnp.arange(tokens.shape[0])].set(tokens, mode="drop")
-
-
-class CompiledFunction:
-    """A function that is compiled once, for the arguments of one shape: by `compile`, or by its first call.
-
-    Args:
-      name: text for the progress report.
-      function: jitted, as `kept_programs.compiled` takes it.
-      mesh: mesh of the traced program.
-      kernels: the configuration of kernels for which it is traced.
-      report: called with the name before it is compiled.
-      store: callable that compiles it, or reads it.
-
-    Attributes:
-      from_cache: it was read, not compiled.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        function: Any,
-        mesh: Mesh | None,
-        kernels: Kernels,
-        report: Callable[[str], None],
-        store: Store = cached,
-    ):
-        self.name, self._function, self._mesh, self._kernels, self._report = name, function, mesh, kernels, report
-        self._store = store
-        self._compiled: Any = None
-        self._platform: str | None = None
-        self.from_cache = False
-
-    def compile(self, *arguments: Any) -> Any:
-        """Compiles it for arguments of these shapes; the compiled function."""
-        self._report(self.name)
-        self._platform = platform_of(arguments)
-        with self._traced():
-            if _has_four_bits(arguments):
-                self._function.lower(*arguments).compile()
-                self._compiled = self._jitted
-            else:
-                self._compiled = self._store(self.name, self._function, arguments, self._read, self._mesh)
-        return self._compiled
-
-    def __call__(self, *arguments: Any) -> Any:
-        compiled = self._compiled
-        if compiled is None:
-            compiled = self.compile(*arguments)
-        return compiled(*arguments)
-
-    def _read(self) -> None:
-        self.from_cache = True
-
-    def _jitted(self, *arguments: Any) -> Any:
-        with self._traced():
-            return self._function(*arguments)
-
-    @contextlib.contextmanager
-    def _traced(self) -> Iterator[None]:
-        """What the function is traced under: the same for `compile` and each call, which so find one program."""
-        with on_mesh(self._mesh), self._kernels(), only_for(self._platform):
-            yield
-
-
-def _has_four_bits(arguments: Any) -> bool:
-    """Whether 4-bit arrays of the CPU are among them. A compiled program declines them where they are committed to
-    devices, because JAX reports another layout for them than for its arguments; the jitted function, which finds the
-    same program, takes them.
-    """
-    arrays = (x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array))
-    return jax.default_backend() == "cpu" and any(bits(x.dtype) < 8 for x in arrays)
 
 
 class Programs:
@@ -395,35 +265,3 @@ class Programs:
         else:
             sampled, self.history = self._draw[shape.rows](logits, rows, self.history, mask)
         return sampled
-
-
-def host_tables(
-    shape: StepShape, limits: Limits, windows: Iterable[int], adapters: bool = False, states: bool = False
-) -> Tables:
-    """The arrays of an empty step, for the caller to fill in.
-
-    Returns:
-      slots: `[sequences]` int32, rows of the history.
-      kv_lens: `[sequences]` int32, tokens of each sequence, the new ones included.
-      lengths: `[sequences]` int32, the lengths that scalings of the rotation go by (`PagedBatch.lengths`).
-      cu_q_lens: `[sequences + 1]` int32, where each sequence's new tokens start.
-      table: `[sequences, pages_per_sequence]` int32.
-      windows: the same, by window, of layers that have page tables of their own.
-      rows: `[rows]` int32, the tokens of the step whose logits are wanted.
-      adapters: `[sequences]` int32, the place of each sequence's adapter, -1 for none; where there are any.
-      states: `[2, sequences]` int32, as of `PagedBatch`, in models that have states.
-    """
-    table = np.zeros((shape.sequences, limits.pages_per_sequence), np.int32)
-    extra: dict[str, Any] = {"adapters": np.full(shape.sequences, -1, np.int32)} if adapters else {}
-    if states:
-        extra = {"adapters": extra.get("adapters"), "states": np.zeros((2, shape.sequences), np.int32)}
-    return Tables(
-        slots=np.zeros(shape.sequences, np.int32),
-        kv_lens=np.zeros(shape.sequences, np.int32),
-        lengths=np.zeros(shape.sequences, np.int32),
-        cu_q_lens=np.zeros(shape.sequences + 1, np.int32),
-        table=table,
-        windows={window: table.copy() for window in windows},
-        rows=np.zeros(shape.rows, np.int32),
-        **extra,
-    )

@@ -122,8 +122,8 @@ def place_model(model: Decoder, mesh: Mesh) -> Decoder:
       ShapeError: as `serving_rules`, or the mesh's axes are not explicit.
       UnsupportedError: weights are packed, and not on the mesh.
     """
-    from vishwamai.models.checkpoint import parameter_variables
     from vishwamai.models.storage import Storage, parameter_sharding
+    from vishwamai.models.variables import parameter_variables
 
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     if any(kind != AxisType.Explicit for kind in kinds.values()):

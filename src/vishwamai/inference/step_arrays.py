@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from vishwamai.inference.answers import TokenLogprobs
-from vishwamai.inference.programs import Programs, StepShape
+from vishwamai.inference.programs import Programs
 from vishwamai.inference.requests import Branch
 from vishwamai.inference.sampling import Rows, Sampled, bar_tokens, empty_rows, set_row
+from vishwamai.inference.step_shapes import StepShape
 from vishwamai.inference.streams import Stream, Work
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from vishwamai.core.arguments import check_instances, checked
@@ -22,18 +21,18 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.families import FAMILIES
-from vishwamai.models.gguf import LINK, model_directory
+from vishwamai.models.gguf import model_directory
 from vishwamai.models.gguf_parts import block_weights
 from vishwamai.models.next_token import decoder_class, head_index
-from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, parameter_path, top_parameters
-from vishwamai.models.periods import segments
-from vishwamai.models.published import Computed, Decoded, Index, check_settings, decode_index
+from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, parameter_path
+from vishwamai.models.published import Computed, Decoded, Index, decode_index
+from vishwamai.models.published.files import is_quantized, quantization
 from vishwamai.models.shards import Stored, read_index
 from vishwamai.models.storage import KEEP, KEEP_PACKED, QUANTIZATIONS, Storage, parameter_sharding
 from vishwamai.models.tensors import Piece, piece, single_experts
 from vishwamai.models.text_part import text_tensors
 from vishwamai.models.tied import end_name
-from vishwamai.models.values import read_json
+from vishwamai.models.variables import parameter_variables
 from vishwamai.parallel import LogicalRules
 
 if TYPE_CHECKING:
@@ -154,46 +153,6 @@ def storages(
 
 _KEPT = (KEEP, KEEP_PACKED)
 """Values of `quantize` that say to hold the numbers of a checkpoint."""
-
-
-def is_quantized(directory: Path) -> bool:
-    """Whether a checkpoint is published quantized, or is a GGUF file, whose blocks are."""
-    return quantization(directory) is not None or (directory / LINK).exists()
-
-
-_MODELOPT_FILE = "hf_quant_config.json"
-_QUANTO_FILE = "quanto_qmap.json"
-"""Files that say how weights are quantized where `config.json` does not."""
-
-
-def quantization(directory: Path) -> dict[str, Any] | None:
-    """`quantization_config` of the checkpoint, which may lie with the keys of its text part.
-
-    Raises:
-      UnsupportedError: another file says that the weights are quantized, in a form that the loader does not read.
-    """
-    values = read_json(directory / "config.json")
-    nested = values.get("text_config")
-    settings = values.get("quantization_config")
-    if settings is None and isinstance(nested, dict):
-        settings = nested.get("quantization_config")
-    if settings is not None and not isinstance(settings, dict):
-        raise ShapeError(
-            f"{directory / 'config.json'}: `quantization_config` is {settings!r:.100}; expected an object."
-        )
-    if settings is None and (directory / _QUANTO_FILE).exists():
-        raise UnsupportedError(
-            f"{directory / _QUANTO_FILE}: the weights are quantized by optimum-quanto, which the loader does not read; "
-            "load the model that they were made from."
-        )
-    if settings is None and (directory / _MODELOPT_FILE).exists():
-        settings = read_json(directory / _MODELOPT_FILE).get("quantization")
-        if not isinstance(settings, dict):
-            raise ShapeError(f"{directory / _MODELOPT_FILE}: `quantization` is {settings!r:.100}; expected an object.")
-        settings = {"quant_method": "modelopt", **settings}
-    if settings is not None:
-        check_settings(settings, str(directory / "config.json"))
-    return settings
 
 
 def _index(directory: Path, quantize: str | Storage | None, config: ModelConfig) -> Index:
@@ -382,31 +341,3 @@ def _slice(
         return np.ascontiguousarray(array.swapaxes(-1, -2) if where.transpose else array, dtype=dtype)
 
     return np.stack([read(tensor) for tensor in stored[slices[0]]]) if where.stacked else read(stored[0])
-
-
-def named_parameters(model: Decoder) -> list[tuple[str, Parameter, int | None, Any]]:
-    """Every parameter of a decoder with its table's entry: name, entry, layer (None outside the layers) and value, each
-    layer of a stack on its own.
-    """
-    parameters: list[tuple[str, Parameter, int | None, Any]] = []
-    for name, entry, layers, variable in parameter_variables(model):
-        value = variable.get_value()
-        if layers is None or len(layers) == 1:
-            parameters.append((name, entry, None if layers is None else layers[0], value))
-            continue
-        for i, number in enumerate(layers):
-            parameters.append((name, entry, number, jax.tree.map(lambda x: x[i], value)))  # noqa: B023 (called at once)
-    return parameters
-
-
-def parameter_variables(model: Decoder) -> list[tuple[str, Parameter, tuple[int, ...] | None, nnx.Param]]:
-    """Every parameter as the decoder holds it: name, its table's entry, the layers that it stacks (None outside the
-    layers), and the variable.
-    """
-    variables: list[tuple[str, Parameter, tuple[int, ...] | None, nnx.Param]]
-    variables = [(name, p, None, getattr(model, name)) for name, p in top_parameters(model.config).items()]
-    places = ((segment, i) for segment in segments(model.config, model.stacked) for i in range(len(segment.kinds)))
-    for (segment, place), module in zip(places, model.layers, strict=True):
-        entries = segment.kinds[place].parameters(model.config)
-        variables += [(name, p, segment.layers(place), getattr(module, name)) for name, p in entries.items()]
-    return variables

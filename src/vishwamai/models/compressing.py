@@ -25,7 +25,7 @@ import numpy as np
 from vishwamai.core import caches
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor, of_zero_words
-from vishwamai.models.checkpoint import from_pretrained, quantization, replace_products
+from vishwamai.models.checkpoint import from_pretrained, replace_products
 from vishwamai.models.config import ModelConfig, read_config
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.format_choice import losses, unit, widened
@@ -33,6 +33,7 @@ from vishwamai.models.gguf import model_directory
 from vishwamai.models.gptq import gptq
 from vishwamai.models.moments import layer_moments
 from vishwamai.models.published import Computed
+from vishwamai.models.published.files import quantization
 from vishwamai.models.saving import drafted
 from vishwamai.models.shards import Stored, read_index
 from vishwamai.models.storage import Storage

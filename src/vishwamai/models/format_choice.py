@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from vishwamai.models.checkpoint import parameter_variables
 from vishwamai.models.storage import Storage
+from vishwamai.models.variables import parameter_variables
 
 if TYPE_CHECKING:
     from vishwamai.models.decoder import Decoder

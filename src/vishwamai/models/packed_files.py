@@ -27,10 +27,10 @@ import vishwamai
 from vishwamai.core import caches, ffi
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
-from vishwamai.models.checkpoint import parameter_variables
 from vishwamai.models.config import read_config
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.parameters import Parameter, parameter_path
+from vishwamai.models.variables import parameter_variables
 from vishwamai.ops.matmul.packed_weight import DTYPES, PackedWeight, order
 
 _ALIGNMENT = 64

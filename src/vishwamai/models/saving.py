@@ -13,10 +13,11 @@ import numpy as np
 from vishwamai.core import caches
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ConfigError, ShapeError
-from vishwamai.models.checkpoint import constant_values, named_parameters
+from vishwamai.models.checkpoint import constant_values
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.remote import why_not_local
 from vishwamai.models.tensors import piece
+from vishwamai.models.variables import named_parameters
 
 
 @checked

@@ -17,9 +17,10 @@ from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.core.hardware import TpuChip, tpu_for
 from vishwamai.core.numbers import divisors
 from vishwamai.models import Decoder, ModelConfig
-from vishwamai.models.checkpoint import is_quantized, storages
+from vishwamai.models.checkpoint import storages
 from vishwamai.models.parameters import Parameter, parameter_path
 from vishwamai.models.periods import Segment, segments, stacks_layers
+from vishwamai.models.published.files import is_quantized
 from vishwamai.models.storage import KEEP, QUANTIZATIONS, Storage
 from vishwamai.training.compiling import compiler_options
 from vishwamai.training.compute_dtype import resolved

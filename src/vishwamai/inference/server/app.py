@@ -28,7 +28,7 @@ from vishwamai.inference.server.requests_log import RequestLog
 from vishwamai.inference.server.routes import answering, scoring
 from vishwamai.inference.server.scores import Scores
 from vishwamai.inference.server.service import Service, Settings
-from vishwamai.inference.server.sleep_routes import Sleep, SleepGuard
+from vishwamai.inference.server.sleep_routes import Sleep
 from vishwamai.inference.server.traces import Traces
 from vishwamai.inference.server.vectors import Embed, Vectors
 
@@ -152,7 +152,7 @@ def make_app(engine: Engine | None, settings: Settings, embed: Embed | None = No
         lifespan=life,
     )
     if sleep is not None:
-        app.add_middleware(SleepGuard, sleep=sleep)
+        app.add_middleware(sleep.guard)
     if settings.keys:
         app.add_middleware(Keys, keys=settings.keys)
     if settings.allowed_origins:

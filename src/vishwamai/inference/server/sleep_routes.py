@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -81,8 +82,11 @@ class Sleep:
         except DeviceError as error:
             raise HttpError(503, str(error), retry_after=RETRY_SECONDS) from error
 
-    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request, unless the server sleeps or is about to."""
+    def guard(self, app: ASGIApp) -> ASGIApp:
+        """The middleware: an application that serves requests by `app`, unless the server sleeps or is about to."""
+        return partial(self._serve, app)
+
+    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in ROUTES:
             await app(scope, receive, send)
             return
@@ -98,18 +102,3 @@ class Sleep:
             self._requests -= 1
             if not self._requests:
                 self._empty.set()
-
-
-class SleepGuard:
-    """The middleware of `Sleep.serve`.
-
-    Args:
-      app: application that serves the requests.
-      sleep: state of the server.
-    """
-
-    def __init__(self, app: ASGIApp, sleep: Sleep):
-        self._app, self._sleep = app, sleep
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._sleep.serve(self._app, scope, receive, send)

@@ -10,6 +10,7 @@ from vishwamai.models.families.conv import CONV
 from vishwamai.models.families.corrected_experts import CORRECTED_MIXTURES
 from vishwamai.models.families.delta import DELTA
 from vishwamai.models.families.dense import DENSE
+from vishwamai.models.families.dense_tensors import DENSE_TENSORS
 from vishwamai.models.families.experts import MIXTURES
 from vishwamai.models.families.falcon_h1 import FALCON_H1
 from vishwamai.models.families.family import IDLE, IGNORED, Family
@@ -28,6 +29,7 @@ from vishwamai.models.families.zamba2 import ZAMBA2
 
 FAMILIES: Mapping[str, Family] = {
     **DENSE,
+    **DENSE_TENSORS,
     **UNGATED,
     **COHERE,
     **GEMMA,

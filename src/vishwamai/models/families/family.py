@@ -166,6 +166,7 @@ COMMON: Mapping[str, str] = {
     "pad_token_id": "pad_token_id",
     "num_key_value_heads": "num_kv_heads",
 }
+WITHOUT_EPS = {key: field for key, field in COMMON.items() if field != "norm_eps"}
 MOST_LAYERS = 10_000
 """More are declined with the other sizes, before anything is made of them."""
 SILU = {"hidden_act": "activation"}

@@ -10,7 +10,8 @@ from typing import Any
 from vishwamai import reports
 from vishwamai.core import caches
 from vishwamai.core.errors import ConfigError
-from vishwamai.planning.search.plan import Candidate, Plan, front
+from vishwamai.planning.search.candidates import Candidate, front
+from vishwamai.planning.search.plan import Plan
 from vishwamai.reports import charts
 
 _COLUMNS = ("settings", "front", "memory, GiB", "level", "step, s", "step's level", "tokens/s a chip", "MFU")
