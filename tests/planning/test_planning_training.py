@@ -195,6 +195,7 @@ def test_the_programs_of_the_accuracy_table():
     "name, parameters",
     [
         ("llama-3-8b", 8_030_261_248),
+        ("llama-3.1-8b", 8_030_261_248),
         ("llama-3-70b", 70_553_706_496),
         ("mixtral-8x7b", 46_702_792_704),
         ("qwen3-30b-a3b", 30_532_122_624),
