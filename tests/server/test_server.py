@@ -97,6 +97,23 @@ def test_a_schema_is_followed(client):
     assert answer.choices[0].text[3] == "c" and len(answer.choices[0].text) == 4
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "json_object", "schema": {"const": "ab"}}},
+        {"response_format": {"type": "json_schema", "schema": {"const": "ab"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "ab"}, "strict": None}}},
+        {"json_schema": {"const": "ab"}},
+        {"grammar": 'root ::= quote "ab" quote\nquote ::= "\\""'},
+        {"structured_outputs": {"grammar": 'root ::= "\\"ab\\""', "json": None, "choice": None}},
+    ],
+)
+def test_forms_of_llama_cpp(address, body):
+    ask = {"messages": MESSAGES, "max_tokens": 20, "top_p": 0}
+    answer = httpx.post(f"{address}/v1/chat/completions", json=ask | body).json()
+    assert answer["choices"][0]["message"]["content"] == '"ab"'
+
+
 def test_the_example_of_the_client(address, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_BASE_URL", f"{address}/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "any")

@@ -17,6 +17,7 @@ import llguidance
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.inference.grammar_forms import is_gbnf, lark_of, plain_schema
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -66,7 +67,7 @@ class Vocabulary:
         return cls(llguidance.LLTokenizer(tokenizer.encoder.to_str(), n_vocab=vocab, eos_token=list(end_tokens)))
 
     def grammar(self, kind: str, source: str | Mapping[str, Any]) -> Grammar:
-        """A grammar of kind "json_schema" (an object), "regex" or "lark".
+        """A grammar of kind "json_schema" (an object), "regex" or "lark" (also GBNF).
 
         The compiler of llguidance runs in this process. A server compiles in a process with limits first
         (`server.compilation`).
@@ -99,7 +100,10 @@ def grammar_text(kind: str, source: str | Mapping[str, Any]) -> str:
         _check_bounds(kind, text)
         if kind == "json_schema":
             form = None if "x-guidance" in source else _JSON_FORM
+            text = json.dumps(plain_schema(source))
             return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=form)
+        if kind == "lark" and is_gbnf(text):
+            text = lark_of(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, ShapeError):
             raise
@@ -113,7 +117,7 @@ def _check_bounds(kind: str, text: str) -> None:
     counts = {
         "bytes": (len(text), MAX_BYTES),
         "distinct references": (len(set(_REFERENCE.findall(text))), MAX_REFERENCES),
-        "rules": (len(_RULE.findall(text)) if kind == "lark" else 0, MAX_RULES),
+        "rules": (max(len(_RULE.findall(text)), text.count("::=")) if kind == "lark" else 0, MAX_RULES),
     }
     for name, (count, most) in counts.items():
         if count > most:

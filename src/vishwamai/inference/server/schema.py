@@ -52,6 +52,8 @@ class JsonSchema(Open):
 class ResponseFormat(Open):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    """llama.cpp's place of the schema, next to either type of JSON."""
 
 
 class StructuredOutputs(Open):
@@ -77,7 +79,7 @@ class Common(Open):
     model: str | None = None
     max_tokens: Tokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -103,7 +105,9 @@ class Common(Open):
     timeout: Annotated[float, Field(gt=0, le=86_400)] | None = None
     regex: Annotated[Short | None, Field(validation_alias=AliasChoices("regex", "guided_regex"))] = None
     grammar: Annotated[Short | None, Field(validation_alias=AliasChoices("grammar", "guided_grammar"))] = None
-    guided_json: JsonObject | str | None = None
+    guided_json: Annotated[
+        JsonObject | str | None, Field(validation_alias=AliasChoices("guided_json", "json_schema"))
+    ] = None
     guided_choice: Annotated[list[Short], Field(fail_fast=True, min_length=1, max_length=1024)] | None = None
     structured_outputs: StructuredOutputs | None = None
     use_beam_search: bool | None = None
@@ -140,6 +144,8 @@ class Common(Open):
         """
         names = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "n", "seed")
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.top_p == 0:
+            options["top_p"] = 1e-6  # the likeliest token alone
         if self.top_k is not None:
             options["top_k"] = max(self.top_k, 0)  # -1 is vLLM's "all"
         limits = [value for value in (self.limit, limit) if value is not None]
@@ -180,14 +186,13 @@ class Common(Open):
                 if source is not None:
                     yield name, kind, source
         form = self.response_format
-        if form is not None and form.type == "json_object":
-            yield "response_format", "json_schema", {"type": "object"}
-        elif form is not None and form.type == "json_schema":
-            if form.json_schema is None or form.json_schema.schema_ is None:
+        if form is not None and form.type != "text":
+            source = form.schema_ if form.json_schema is None else form.json_schema.schema_
+            if source is None and form.type == "json_schema":
                 raise HttpError(
                     400, "`response_format` lacks `json_schema.schema`; pass the schema.", "response_format"
                 )
-            yield "response_format", "json_schema", form.json_schema.schema_
+            yield "response_format", "json_schema", {"type": "object"} if source is None else source
 
 
 def _token(key: str) -> int:

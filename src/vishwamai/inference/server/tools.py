@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.inference.grammar_forms import plain_schema
 from vishwamai.inference.server.arguments import is_text
 from vishwamai.inference.server.forms import FORMS, Form
 
@@ -65,7 +66,7 @@ def grammar(
     if forced:
         start = call
     elif content is not None:
-        rules.append("content: %json " + json.dumps(content))
+        rules.append("content: %json " + json.dumps(plain_schema(content)))
         start = f"content | {call}"
     else:
         start = f"{calls} | TEXT?"
@@ -90,7 +91,7 @@ def _call_rules(i: int, form: Form, tool: Mapping[str, object], added: Mapping[s
 def _json_rule(schema: Mapping[str, object]) -> str:
     # As templates write them, and no room to write blanks for ever.
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return "%json " + json.dumps({"x-guidance": spaces, **schema})
+    return "%json " + json.dumps({"x-guidance": spaces, **plain_schema(schema)})
 
 
 def _pair_rules(i: int, form: Form, schema: Mapping[str, object], added: Mapping[str, int]) -> list[str]:
