@@ -52,8 +52,8 @@ def ragged_paged_attention(
         where = np.arange(lens[s])
         rows = table[s, where // page_size], where % page_size
         k, v = (
-            (p[rows] * np.asarray(f).reshape(-1, 1)).astype(q.dtype)
-            for p, f in ((k_pages, k_scale), (v_pages, v_scale))
+            (p[rows] * (f.reshape(*p.shape[:3], 1)[rows] if f.ndim > 2 else f.reshape(-1, 1))).astype(q.dtype)
+            for p, f in ((k_pages, np.asarray(k_scale)), (v_pages, np.asarray(v_scale)))
         )
         k, v = (np.repeat(x, heads // kv_heads, axis=1) for x in (k, v))
         logits = scale * (q.swapaxes(0, 1) @ k.transpose(1, 2, 0))

@@ -16,6 +16,7 @@ from models_peer import Peer
 from vishwamai.core import execute
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.inference import Engine, Limits, Sampling
+from vishwamai.inference import pools as pools_module
 from vishwamai.inference.pools import kv_dtype_of, make_pools
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, from_pretrained
 from vishwamai.models.rotation import rotation_switch
@@ -241,13 +242,17 @@ FEW = Limits(max_sequences=2, max_tokens=8, mixed_tokens=8, max_length=64, page_
 
 @pytest.mark.turns(4)
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_keys_and_values_of_8_bits(peer_and_model, kv_dtype):
+def test_keys_and_values_of_8_bits(peer_and_model, kv_dtype, monkeypatch):
+    """With scales of tokens, as on a CPU, and with scales of heads, as elsewhere, which lose more."""
     model, tokens = peer_and_model[1], jnp.asarray(PROMPTS[2])
     count, pages = len(tokens), 5
     batch = PagedBatch(
         jnp.array([count], jnp.int32), jnp.arange(pages, dtype=jnp.int32)[None], jnp.array([0, count], jnp.int32)
     )
+    by_token = make_pools(model, 4, pages, kv_dtype_of(kv_dtype), TOKENS[1])
+    monkeypatch.setattr(pools_module, "scales_by_token", lambda *_: False)
     pools = make_pools(model, 4, pages, kv_dtype_of(kv_dtype), TOKENS[1])
+    assert [pool.by_token for pool in (by_token[0], pools[0])] == [True, False]
     step = jax.jit(lambda pools: model.logits(model.step(tokens, pools, batch)[0]))
     exact = step(make_pools(model, 4, pages, kv_dtype_of("float32"), TOKENS[1]))
 
@@ -255,7 +260,9 @@ def test_keys_and_values_of_8_bits(peer_and_model, kv_dtype):
         return float(jnp.abs(step(pools) - exact).max() / jnp.abs(exact).max())
 
     assert 0 < error(pools) < (0.06 if kv_dtype == "int8" else 0.2)
+    assert 0 < error(by_token) < (0.03 if kv_dtype == "int8" else 0.2)
     if kv_dtype == "int8":  # whose error grows with the scale
+        assert error(by_token) < error(pools)
         coarse = jax.tree.map(lambda x: 9 * x if x.dtype == jnp.float32 else x, pools)
         assert error(coarse) > 2 * error(pools)
 

@@ -121,7 +121,6 @@ def test_a_mesh_gives_the_tokens_of_one_device(tmp_path, name, options, axes, st
 def test_the_plan_counts_what_each_device_holds(changed, axes):
     mesh = serving_mesh(axes)
     model = place_model(Decoder(config(**changed), rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16), mesh)
-    pools = make_pools(model, 4, 3, jnp.dtype(jnp.float32), (), mesh)
 
     def held(arrays):
         each = dict.fromkeys(mesh.devices.flat, 0)
@@ -130,7 +129,8 @@ def test_the_plan_counts_what_each_device_holds(changed, axes):
         return set(each.values())
 
     assert held(model) == {weight_bytes(model.config, 2, mesh=mesh)}
-    assert held(pools) == {3 * page_bytes(model.config, 4, jnp.float32, mesh)}
+    for dtype in map(jnp.dtype, ("float32", "int8")):
+        assert held(make_pools(model, 4, 3, dtype, (), mesh)) == {3 * page_bytes(model.config, 4, dtype, mesh)}
     assert weight_bytes(model.config, 2) == sum(x.nbytes for x in jax.tree.leaves(model))
 
 

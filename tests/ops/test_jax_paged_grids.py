@@ -208,8 +208,8 @@ def test_by_hand(name, dtype, implementation):
         ({"window": -1}, "`window` is -1; pass how many keys before its own"),  # 0 of JAX
         ({"window": -2}, "`window` is -2; pass how many keys before its own"),
         ({"softcap": 0.0}, "`softcap` is 0.0"),
-        # JAX's int8 pages have a scale for each key, ours one for each head.
-        ({"k_scale": jnp.ones((8, 42, 16, 1))}, r"`k_scale` has shape \(8, 42, 16, 1\).*one for each kv head"),
+        # The scales of keys in JAX's int8 pages begin with the heads, ours with the pages.
+        ({"k_scale": jnp.ones((8, 42, 16, 1))}, r"`k_scale` has shape \(8, 42, 16, 1\).*of shape \(50, 16, 8, 1\)"),
         ({"v_scale": jnp.ones((42, 16, 8))}, r"`v_scale` has shape \(42, 16, 8\).*one for each kv head"),
     ],
     ids=str,

@@ -507,6 +507,11 @@ def test_heads_are_split_over_explicit_axes():
     check(got, (query, pool, lens, table, starts))
 
 
+def token_scales(arguments, dtype=np.float32):
+    pages, page_size, rows, _ = arguments["kv_pages"].shape
+    return np.ones((pages, page_size, rows // 2, 1), dtype)
+
+
 ERRORS = {
     "rank of pages": (lambda a: a | {"kv_pages": a["kv_pages"][0, 0]}, r"`kv_pages` has shape \(4, 16\)"),
     "odd rows": (
@@ -557,6 +562,18 @@ ERRORS = {
         "`query` has dtype int32; pass one of.*int8",
     ),
     "k_scale": (lambda a: a | {"k_scale": np.ones(3)}, r"`k_scale` has shape \(3,\)"),
+    "k_scale of tokens": (
+        lambda a: a | {"k_scale": np.ones((*a["kv_pages"].shape[:3], 1), np.float32)},
+        r"`k_scale` has shape .*a scale of each token and kv head of the pages, or pass a number",
+    ),
+    "k_scale of tokens in float16": (
+        lambda a: a | {"k_scale": token_scales(a, np.float16)},
+        "`k_scale` is float16.*32",
+    ),
+    "scales of tokens and of heads": (
+        lambda a: a | {"k_scale": token_scales(a), "v_scale": 0.5},
+        r"`v_scale` \(2,\); pass scales of tokens, or of heads, for both",
+    ),
     "max_q_len": (lambda a: a | {"max_q_len": 0}, "`max_q_len` is 0"),
     "num_seqs": (
         lambda a: a | {"num_seqs": np.ones(2, np.int32)},

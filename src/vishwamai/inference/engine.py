@@ -55,7 +55,8 @@ class Engine(EngineLoop):
       limits: sizes of steps and sequences.
       num_pages: pages of keys and values; None: enough for every sequence at its longest.
       kv_dtype: dtype of keys and values: "float32", "bfloat16", "float16", "int8" or "fp8"; None: the model's. The
-        latter two keep a scale for each layer and head, measured at the start (`pools`).
+        latter two keep scales: on a CPU for each token and head, elsewhere for each layer and head, measured at the
+        start (`pools`).
       drafts: guesses of each step for each sequence; 0: none.
       draft: a smaller decoder of the same vocab that guesses (`drafting`), or the model's own head that predicts
         further tokens (`models.next_token`); None: guesses come from the text itself (`speculative`). It has pages of

@@ -147,8 +147,9 @@ def plan_load(
         place: dict[str, Any] = {"mesh": devices, "directory": of, "on_cpu": on_cpu}
         weights = weight_bytes(config, itemsize, quantize=form, int8_head=head, **place)
         none, all_rings = dict.fromkeys(rings, 0), ring_pages(rings, limits)
-        page = page_bytes(config, page_size, stored, devices, window_pages=none)
-        ring = page_bytes(config, page_size, stored, devices, num_pages=0, window_pages=all_rings)
+        sized: dict[str, Any] = {"mesh": devices, "on_cpu": on_cpu}
+        page = page_bytes(config, page_size, stored, window_pages=none, **sized)
+        ring = page_bytes(config, page_size, stored, num_pages=0, window_pages=all_rings, **sized)
         return copies * weights, copies * page, copies * ring
 
     read_index(directory)  # every file is there, and whole

@@ -15,6 +15,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import QTensor, bits
 from vishwamai.core.quantized.packed_qtensor import has_kernel
 from vishwamai.inference.limits import Limits
+from vishwamai.inference.pools import scales_by_token, with_token_scales
 from vishwamai.inference.sharding import adapter_shapes, logical_rules, pool_sharding
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import has_states, page_shapes, pages_of, window_rings
@@ -140,22 +141,28 @@ def page_bytes(
     mesh: Mesh | None = None,
     num_pages: int = 1,
     window_pages: Mapping[int, int] | None = None,
+    on_cpu: bool | None = None,
 ) -> int:
-    """Bytes on each device of one page of every layer, or of so many; without those of states.
+    """Bytes on each device of one page of every layer, or of so many, with its scales; without those of states.
 
     Args:
       page_size: tokens of a page.
       dtype: dtype of keys and values.
       mesh: mesh of the pools (`mesh.place_pool`).
       num_pages, window_pages: arguments of `page_shapes`.
+      on_cpu: bool, True where the devices are CPUs; None: JAX's default backend says it.
     """
+    on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
 
-    def elements(shape: jax.ShapeDtypeStruct) -> int:
-        return math.prod(shape.shape if mesh is None else pool_sharding(config, mesh).shard_shape(shape.shape))
+    def size(shape: jax.ShapeDtypeStruct) -> int:
+        parts = pool_sharding(config, mesh).shard_shape(shape.shape) if mesh is not None else shape.shape
+        return math.prod(parts) * shape.dtype.itemsize
 
     sizes: dict[str, Any] = {"num_pages": num_pages, "page_size": page_size, "window_pages": window_pages}
-    shapes = map(pages_of, page_shapes(config, dtype=dtype, stacked=False, num_states=1, **sizes))
-    return sum(elements(shape) * shape.dtype.itemsize for shape in shapes if shape is not None)
+    pools = page_shapes(config, dtype=dtype, stacked=False, num_states=1, **sizes)
+    if scales_by_token(dtype, on_cpu):
+        pools = tuple(map(with_token_scales, pools))
+    return sum(map(size, jax.tree.leaves([pages_of(pool) for pool in pools])))
 
 
 def state_bytes(config: ModelConfig) -> int:

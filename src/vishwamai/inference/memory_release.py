@@ -177,10 +177,10 @@ def _restored(tree: PyTree) -> PyTree:
 
 
 def _emptied(pools: PyTree) -> PyTree:
-    """The pools without their memory; the scales of 8-bit pages, which are few, stay."""
+    """The pools without their memory; the scales of layers and heads, which are few, stay."""
 
     def emptied(node: PyTree) -> PyTree:
-        if isinstance(node, QuantizedPages):
+        if isinstance(node, QuantizedPages) and not node.by_token:
             return dataclasses.replace(node, pool=_released(node.pool, with_data=False))
         return _released(node, with_data=False)
 

@@ -72,7 +72,7 @@ class PageCopies:
       programs: whose pools they are; a draft's pages belong to those of the model.
 
     Attributes:
-      scales: arrays of the pools that the bytes of a page are multiplied by.
+      scales: arrays of the pools that the bytes of every page are multiplied by.
     """
 
     def __init__(self, programs: Programs):
@@ -176,8 +176,10 @@ def _marked(pool: PyTree, pages: _Rows, states: _Rows) -> PyTree:
         return MixedPool(_marked(pool.pages, pages, states), _marked(pool.states, pages, states))
     if isinstance(pool, dict):
         return dict.fromkeys(pool, states)
-    scale = cast("jax.Array", _Rows(None, scales=True))
-    return QuantizedPages(pages, scale, scale) if isinstance(pool, QuantizedPages) else pages
+    if not isinstance(pool, QuantizedPages):
+        return pages
+    scale = cast("jax.Array", pages if pool.by_token else _Rows(None, scales=True))
+    return QuantizedPages(pages, scale, None if pool.v_scale is None else scale)
 
 
 def _split(array: jax.Array) -> PartitionSpec:

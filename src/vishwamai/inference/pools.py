@@ -1,8 +1,9 @@
 """The pools of keys and values, in floats or, with scales, in 8 bits, and of states on the device.
 
-A quantized pool has one scale for each layer and each head of keys and of values. The scales are measured once, before
-the first request: a few tokens go through the model with pools of floats, and the largest magnitudes found, times a
-margin, become the ends of the range. What is larger later is clipped to them.
+On a CPU, a quantized pool has a scale for each token and each head of keys and of values, which is written with the
+token. Elsewhere, whose kernels read one scale for each head, it has one for each layer and head. Those are measured
+once, before the first request: a few tokens go through the model with pools of floats, and the largest magnitudes
+found, times a margin, become the ends of the range. What is larger later is clipped to them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from vishwamai.core.errors import UnsupportedError
 from vishwamai.inference import kept_programs
 from vishwamai.inference.sharding import gathered, on_mesh, place_of, place_pool, put
 from vishwamai.models.minilm import sentences
-from vishwamai.models.pages import PagedBatch, QuantizedPages, page_shapes, pages_of, scale_heads, with_pages
+from vishwamai.models.pages import (
+    PagedBatch,
+    QuantizedPages,
+    page_shapes,
+    pages_of,
+    scale_heads,
+    scale_shape,
+    with_pages,
+)
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -74,7 +83,7 @@ def make_pools(
       page_size: tokens of a page.
       num_pages: pages of one layer.
       dtype: result of `kv_dtype_of`.
-      tokens: sample that the scales of 8-bit pools are measured on.
+      tokens: sample that the scales of layers and heads are measured on.
       mesh: mesh of the model (`mesh.place_model`).
       window_pages: pages of one layer with that window, in place of `num_pages`.
       num_states: slots of one layer with a state.
@@ -82,12 +91,15 @@ def make_pools(
     Raises:
       UnsupportedError: a key or a value of `tokens` is not finite, so that it has no scale.
     """
+    by_token = scales_by_token(dtype, next(iter(jax.tree.leaves(model)[0].sharding.device_set)).platform == "cpu")
     sizes: dict[str, Any] = {"page_size": page_size, "stacked": model.stacked}
     counts: dict[str, Any] = {"num_pages": num_pages, "window_pages": window_pages, "num_states": num_states}
     shapes = page_shapes(model.config, dtype=dtype, **counts, **sizes)
+    if by_token:
+        shapes = tuple(map(with_token_scales, shapes))
     abstract = place_of(model)
     pools = _empty(model, shapes, mesh) if abstract is None else shapes  # described devices have no memory to fill
-    if dtype.itemsize > 1:  # 16 bits and more need no scale
+    if by_token or dtype.itemsize > 1:  # 16 bits and more need no scale
         return pools if abstract is None else _described(model, pools, mesh, abstract)
     if abstract is not None:
         single = page_shapes(model.config, dtype=dtype, num_pages=1, num_states=1, **sizes)
@@ -106,6 +118,11 @@ def make_pools(
         else place_pool(model.config, with_pages(pool, QuantizedPages(pages_of(pool), *pair)), mesh)
         for pool, pair in zip(pools, scales)
     )
+
+
+def scales_by_token(dtype: Any, on_cpu: bool) -> bool:
+    """Whether pools of that dtype have a scale for each token and head."""
+    return on_cpu and jnp.dtype(dtype).itemsize == 1
 
 
 def calibration_tokens(vocab: int, most: int, tokenizer: Any) -> list[int]:
@@ -151,6 +168,15 @@ def with_scales(pool: Any, layers: Any) -> Any:
         return pool
     scale: Any = jax.ShapeDtypeStruct((pages_of(layers).shape[0], scale_heads(pages.shape[2:])), jnp.float32)
     return with_pages(pool, QuantizedPages(pages, scale, scale))
+
+
+def with_token_scales(pool: Any) -> Any:
+    """The shape of a pool of 8 bits with a scale for each token and head; latent pages have one for key and value."""
+    pages = pages_of(pool)
+    if pages is None:
+        return pool
+    scale: Any = jax.ShapeDtypeStruct(scale_shape(pages.shape), jnp.float32)
+    return with_pages(pool, QuantizedPages(pages, scale, scale if len(pages.shape) > 3 else None))
 
 
 def _filled(values: Any, *, shapes: Any) -> tuple[Any, ...]:

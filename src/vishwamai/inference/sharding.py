@@ -180,7 +180,7 @@ def place_pool(config: ModelConfig, pool: Any, mesh: Mesh | None) -> Any:
         return MixedPool(place_pool(config, pool.pages, mesh), replicated(pool.states, mesh))
     sharding = pool_sharding(config, mesh)
     if isinstance(pool, QuantizedPages):
-        scales = NamedSharding(mesh, PartitionSpec(None, sharding.spec[2]))
+        scales = NamedSharding(mesh, PartitionSpec(None, *([None] if pool.by_token else []), sharding.spec[2]))
         k_scale, v_scale = (put(scale, scales) for scale in (pool.k_scale, pool.v_scale))
         return QuantizedPages(place_pool(config, pool.pool, mesh), k_scale, v_scale)
     return put(pool, sharding)

@@ -113,15 +113,22 @@ def attend_pages(
     pool = pages
     scales: dict[str, Any] = {}
     if isinstance(pages, QuantizedPages):
+        if pages.by_token:
+            if key is not None:
+                key, value, pages = _scaled_by_token(key, value, pages, tables)
+            scales = {"k_scale": pages.k_scale, "v_scale": pages.k_scale if latent_dim is not None else pages.v_scale}
+        else:
+            assert pages.v_scale is not None, "scales of heads are pairs"
+            layer = first_page // (pages.pool.shape[0] // pages.k_scale.shape[0])
+            scales = {"k_scale": pages.k_scale[layer], "v_scale": pages.v_scale[layer]}
         pool = pages.pool
-        layer = first_page // (pool.shape[0] // pages.k_scale.shape[0])
-        scales = {"k_scale": pages.k_scale[layer], "v_scale": pages.v_scale[layer]}
+    factors = {} if isinstance(pages, QuantizedPages) and pages.by_token else scales
     if key is None:
         pass
     elif value is None:
-        pool = vishwamai.update_pages(pool, key[0, :, 0], None, *tables, **scales)
+        pool = vishwamai.update_pages(pool, key[0, :, 0], None, *tables, **factors)
     else:
-        pool = vishwamai.update_pages(pool, key[0], value[0], *tables, **scales)
+        pool = vishwamai.update_pages(pool, key[0], value[0], *tables, **factors)
     if chunk is not None:
         tables = _blocks_of_pages(chunk, pool.shape[1], query.shape[1], batch, tables[1])
     out = vishwamai.ragged_paged_attention(
@@ -138,6 +145,33 @@ def attend_pages(
         max_q_len=batch.max_q_len if chunk is None else min(chunk, batch.max_q_len or query.shape[1]),
     )
     return out[None], dataclasses.replace(pages, pool=pool) if isinstance(pages, QuantizedPages) else pool
+
+
+def _scaled_by_token(
+    key: Float[Array, "1 tokens kv_heads head_dim"],
+    value: Float[Array, "1 tokens kv_heads head_dim"] | None,
+    pages: QuantizedPages,
+    tables: tuple[jax.Array, ...],
+) -> tuple[jax.Array, jax.Array | None, QuantizedPages]:
+    """Keys and values over their scales, which make the largest number of each head the largest of the pages' dtype;
+    and the pages with the scales.
+    """
+    dtype = pages.pool.dtype
+    most = float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)
+
+    def scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wide = x.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True, initial=0.0)
+        scale = jnp.where(largest > 0, largest / most, 1.0)  # [1, tokens, kv_heads, 1]
+        return wide / scale, scale[0]
+
+    key, k_scale = scaled(key)
+    if value is None:  # latent rows, which are key and value at once
+        scale = vishwamai.update_pages(pages.k_scale, k_scale[:, 0], None, *tables)
+        return key, None, dataclasses.replace(pages, k_scale=scale)
+    value, v_scale = scaled(value)
+    scales = vishwamai.update_pages((pages.k_scale, pages.v_scale), k_scale, v_scale, *tables)
+    return key, value, dataclasses.replace(pages, k_scale=scales[0], v_scale=scales[1])
 
 
 def _blocks_of_pages(

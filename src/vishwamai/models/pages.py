@@ -71,12 +71,19 @@ class QuantizedPages:
 
     Attributes:
       pool: array of a shape of `page_shapes`.
-      k_scale, v_scale: float32 `[layers of the pool, kv_heads]`; latent pages have one head, and twice the same.
+      k_scale, v_scale: float32, one for each layer and head: `[layers of the pool, kv_heads]`; or one for each token
+        and head, which are written with the token: `scale_shape`. Latent pages have one head, and twice the same, or
+        None for `v_scale` of tokens.
     """
 
     pool: Any
-    k_scale: Float[Array, "layers kv_heads"]
-    v_scale: Float[Array, "layers kv_heads"]
+    k_scale: Float[Array, ...]
+    v_scale: Float[Array, ...] | None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether each token has scales of its own."""
+        return self.k_scale.ndim > 2
 
 
 @jax.tree_util.register_dataclass
@@ -230,3 +237,13 @@ def has_states(config: ModelConfig) -> bool:
 def scale_heads(row: tuple[int, ...]) -> int:
     """Heads that have scales of their own in 8-bit pages, by the shape of a token's row (`Mixer.page_row`)."""
     return row[0] // 2 if len(row) > 1 else 1
+
+
+def scale_shape(pages: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of the keys, or of the values, of each token in pages of shape `pages`: that of a pool of
+    one column, which `update_pages` writes.
+
+    >>> scale_shape((24, 16, 4, 64)), scale_shape((24, 16, 576))
+    ((24, 16, 2, 1), (24, 16, 1))
+    """
+    return (*pages[:2], *((scale_heads(pages[2:]),) if len(pages) > 3 else ()), 1)

@@ -23,7 +23,7 @@ from vishwamai.ops.paged_attention.checks import (
     page_pools,
     wide_query,
 )
-from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec, signature
+from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec, has_token_scales, signature
 from vishwamai.ops.paged_attention.table_checks import check_table_values
 from vishwamai.torch import bridge
 from vishwamai.torch.arguments import checked
@@ -58,10 +58,16 @@ def aligned(name: str, *pools: Tensor | None) -> None:
             )
 
 
-def scales(name: str, like: Tensor, heads: int, **numbers: Any) -> list[Tensor | None]:
-    """Each `[heads]` float32, or None."""
+def scales(name: str, like: Tensor, heads: int, of_tokens: bool = False, **numbers: Any) -> list[Tensor | None]:
+    """Each `[heads]` float32, or None; or, where they may be scales `of_tokens` of the pages `like`, `[pages,
+    page_size, heads, 1]`.
+    """
     tensors: list[Tensor | None] = []
     for label, scale in numbers.items():
+        if of_tokens and isinstance(scale, Tensor) and scale.dim() == like.dim() and label != "q_scale":
+            checks.check_token_scale(name, label, scale, heads, tuple(like.shape))
+            tensors.append(scale.reshape(*like.shape[:2], heads, 1))
+            continue
         if isinstance(scale, (int, float)):
             scale = torch.full((heads,), float(scale), dtype=torch.float32, device=like.device)
         elif scale is not None:
@@ -129,7 +135,7 @@ def _value_dim(call: Any) -> int:
 _attend = TorchOperator(
     PAGED_ATTENTION,
     Outputs,
-    lambda call: signature(call.latent_dim is not None, call.return_lse),
+    lambda call: signature(call.latent_dim is not None, call.return_lse, has_token_scales(call.operands)),
     describe,
     dtypes=statistics_dtype,
     sizes=lambda call: {"value_dim": _value_dim(call)},
@@ -179,7 +185,7 @@ def ragged_paged_attention(
     k_pages, v_pages, form = pools(_NAME, kv_pages)
     query = wide_query(query, None if out_dtype is None else str(out_dtype).removeprefix("torch."))
     numbers = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    q_scale, k_scale, v_scale = scales(_NAME, k_pages, kv_heads_of(k_pages, form), **numbers)
+    q_scale, k_scale, v_scale = scales(_NAME, k_pages, kv_heads_of(k_pages, form), True, **numbers)
     factors = logit_scale(q_scale, k_scale), v_scale
     sequences = count(_NAME, num_seqs, kv_lens)
     tables = kv_lens, page_indices, cu_q_lens, sequences

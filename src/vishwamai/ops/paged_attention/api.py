@@ -185,8 +185,10 @@ def ragged_paged_attention(
         columns.
       q_scale: factor of the queries: a number, or `[kv_heads]` (of the query heads that share a kv head, as
         FlashAttention's `q_descale`). It becomes a factor of `k_scale`, so every implementation serves it.
-      k_scale: factor of stored keys: a number, or `[kv_heads]`.
-      v_scale: the same for stored values.
+      k_scale: factor of stored keys: a number, or `[kv_heads]`; or one of each token, float32 `[pages, page_size,
+        kv_heads, 1]` (latent pages: `[pages, page_size, 1]`), which `update_pages` writes as pools of one column.
+        "native_cpu" and "xla" read scales of tokens.
+      v_scale: the same for stored values; of tokens where `k_scale` is.
       latent_dim: columns of the value, for latent pages. `query` then holds the absorbed queries `[latent_dim]` and the
         rotated part `[rope_dim]` in a row.
       max_q_len: no sequence has more queries than this. 1 promises that the call is a step of decoding, whose program
@@ -236,8 +238,8 @@ def ragged_paged_attention(
     tree = None if tree_mask is None else as_array(_NAME, "tree_mask", tree_mask)
     kv_heads = kv_heads_of(k_pages, form)
     q_scale = check_scale(_NAME, "q_scale", q_scale, kv_heads)
-    k_scale = logit_scale(q_scale, check_scale(_NAME, "k_scale", k_scale, kv_heads))
-    v_scale = check_scale(_NAME, "v_scale", v_scale, kv_heads)
+    k_scale = logit_scale(q_scale, check_scale(_NAME, "k_scale", k_scale, kv_heads, k_pages.shape))
+    v_scale = check_scale(_NAME, "v_scale", v_scale, kv_heads, k_pages.shape)
     tables = kv_lens, page_indices, cu_q_lens, num_seqs
     arrays = Operands(query, k_pages, v_pages, *tables, sinks, k_scale, v_scale, slopes, tree)
     spec = describe(array_specs(arrays), scale, check_window(window), softcap, latent_dim, max_q_len, return_lse)
@@ -249,7 +251,7 @@ def ragged_paged_attention(
     if spec.head_dim != query.shape[2]:
         columns = spec.head_dim - query.shape[2]
         arrays = arrays._replace(query=jnp.pad(query, ((0, 0), (0, 0), (0, columns))))
-    of_caller = signature_of(form, return_lse)
+    of_caller = signature_of(form, return_lse, spec.token_scales)
     if implementation is None and not current_config().use_flash:
         implementation = XLA.name
     outputs = public_call(PAGED_ATTENTION, of_caller, spec, arrays, config=config, implementation=implementation)

@@ -13,6 +13,7 @@ import numpy as np
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
 from vishwamai.core.types import AnyArray
 from vishwamai.ops.paged_attention.api import ragged_paged_attention
+from vishwamai.ops.paged_attention.spec import TOKENS_DECLINED
 
 Runs = tuple[tuple[int, int], ...]
 """(new tokens, all tokens) of each sequence."""
@@ -60,6 +61,21 @@ def separate_pages(query: AnyArray, k_pages: AnyArray, v_pages: AnyArray, **rest
     return ragged_paged_attention(query, (k_pages, v_pages), **rest)
 
 
+@dataclasses.dataclass(frozen=True)
+class Scales(ArrayInit):
+    """Positive scales that differ by up to 30 times, as the largest numbers of tokens do."""
+
+    def make(self, rng: np.random.Generator) -> np.ndarray:
+        return np.exp(rng.uniform(np.log(0.001), np.log(0.03), self.shape)).astype(np.float32)
+
+
+def token_scales(inits: dict[str, ArrayInit], kv_heads: int) -> dict[str, ArrayInit]:
+    """Scales of every token of the pages; of latent pages one array, as the key is the value."""
+    pool = inits["kv_pages"] if "kv_pages" in inits else inits["k_pages"]
+    heads = (kv_heads,) if len(pool.shape) > 3 else ()
+    return dict.fromkeys(("k_scale", "v_scale"), Scales((*pool.shape[:2], *heads, 1)))
+
+
 def _case(
     name: str,
     runs: Runs,
@@ -76,6 +92,7 @@ def _case(
     slopes: bool = False,
     tree: int = 0,
     scaled: bool = False,
+    token_scaled: bool = False,
     spare_tokens: int = 0,
     tags: tuple[str, ...] = ("contract",),
     **options: Any,
@@ -96,6 +113,8 @@ def _case(
     else:
         inits["kv_pages"] = pool(dim)
     inits |= arrays
+    if token_scaled:
+        inits |= token_scales(inits, heads[1])
     if sinks:
         inits["sinks"] = ArrayInit(heads[:1], "float32")
     if tree:
@@ -137,6 +156,34 @@ CASES = (
     _case("window", _MIXED, (8, 2), 128, 4, "bfloat16", window=6),
     _case("softcap and sinks", _MIXED, (8, 2), 128, 8, "bfloat16", softcap=3.0, sinks=True),
     _case("int8 pages", _MIXED, (8, 2), 128, 8, "bfloat16", "int8", scaled=True),
+    _case("int8 pages, scales of tokens", _MIXED, (8, 2), 128, 8, "bfloat16", "int8", token_scaled=True),
+    _case(
+        "fp8 pages, scales of tokens",
+        _DECODE,
+        (4, 2),
+        64,
+        4,
+        pages="float8_e4m3fn",
+        form="separate",
+        value_dim=32,
+        token_scaled=True,
+        max_q_len=1,
+        return_lse=True,
+    ),
+    _case(
+        "latent int8 pages, scales of tokens",
+        _MIXED,
+        (8, 1),
+        80,
+        16,
+        pages="int8",
+        form="latent",
+        latent_dim=64,
+        scale=0.2,
+        token_scaled=True,
+        window=20,
+        softcap=3.0,
+    ),
     _case("int4 pages", _MIXED, (8, 4), 128, 8, "bfloat16", "int4", scaled=True),
     _case("int4 pages of decoding", _DECODE, (16, 8), 64, 16, "bfloat16", "int4", scaled=True, max_q_len=1),
     _case(
@@ -222,6 +269,8 @@ _SMALL = ForwardCase(
     {"softcap": 4.0},
 )
 
+_TOKEN_SCALED = [case.name for case in CASES if case.name.endswith("scales of tokens")]
+
 FACTS = Facts(
     small=_SMALL,
     batched=("query", "kv_pages", "kv_lens", "page_indices"),
@@ -229,6 +278,7 @@ FACTS = Facts(
     declines={
         "native_cpu": {"int4 pages of odd rows": "rows of 33 numbers of 4 bits"},
         "pallas_tpu": {
+            **dict.fromkeys(_TOKEN_SCALED, TOKENS_DECLINED),
             "no tokens": "the batch is empty",
             "float16": "`query` is float16",
             "float64": "`query` is float64",
@@ -239,6 +289,7 @@ FACTS = Facts(
             "wide heads": "256 columns",
         },
         "triton": {
+            **dict.fromkeys(_TOKEN_SCALED, TOKENS_DECLINED),
             "no tokens": "the batch is empty",
             "float64": "`query` is float64",
             "int4 pages of odd rows": "rows of 33 numbers of 4 bits",

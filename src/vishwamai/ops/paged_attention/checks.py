@@ -15,7 +15,16 @@ from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.shape_checks import Argument, check_shapes
 from vishwamai.core.spec import ArraySpec, array_spec, as_array, as_dtype
 from vishwamai.core.types import AnyArray, PyTree
-from vishwamai.ops.paged_attention.spec import HINTS, TABLES, Form, Operands, PagedSpec, signature_of
+from vishwamai.ops.paged_attention.spec import (
+    HINTS,
+    TABLES,
+    TOKEN_SCALES,
+    Form,
+    Operands,
+    PagedSpec,
+    has_token_scales,
+    signature_of,
+)
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -70,8 +79,12 @@ def page_pools(name: str, kv_pages: PyTree) -> tuple[PyTree, PyTree | None, Form
     return pages, None, "combined"
 
 
-def check_scale(name: str, label: str, scale: AnyArray, kv_heads: int) -> AnyArray:
+def check_scale(name: str, label: str, scale: AnyArray, kv_heads: int, pool: tuple[int, ...] | None = None) -> AnyArray:
     """`[kv_heads]` float32 of a number or an array, None for None.
+
+    Args:
+      pool: shape of the keys' pages, where `scale` may be a pool of the scales of their tokens, too: that becomes
+        `[pages, page_size, kv_heads, 1]`.
 
     Raises:
       ShapeError: it has another shape.
@@ -79,11 +92,29 @@ def check_scale(name: str, label: str, scale: AnyArray, kv_heads: int) -> AnyArr
     if scale is None:
         return None
     scale = jnp.asarray(scale)
+    if pool is not None and scale.ndim == len(pool):
+        check_token_scale(name, label, scale, kv_heads, pool)
+        return scale if scale.ndim == 4 else scale[:, :, None]
     argument = Argument(label, "heads?", scale.shape, "one for each kv head, or pass a number")
     check_shapes(name, [argument], {"heads": ("kv_pages", kv_heads)})
     if not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ShapeError(f"{name}: `{label}` has dtype {scale.dtype.name}; pass floats.")
     return jnp.broadcast_to(scale.astype(jnp.float32).reshape(-1), (kv_heads,))
+
+
+def check_token_scale(name: str, label: str, scale: AnyArray, kv_heads: int, pool: tuple[int, ...]) -> None:
+    """Checks scales of every token and kv head of pages of shape `pool`.
+
+    Raises:
+      ShapeError: they have another shape or dtype.
+    """
+    dims = TOKEN_SCALES.replace("heads/", "heads") if len(pool) > 3 else "pages page_size 1"
+    sizes = zip(("pages", "page_size", "heads"), (*pool[:2], kv_heads))
+    hint = "a scale of each token and kv head of the pages, or pass a number"
+    argument = Argument(label, dims, tuple(scale.shape), hint)
+    check_shapes(name, [argument], {axis: ("kv_pages", size) for axis, size in sizes})
+    if array_spec(scale).dtype != jnp.float32:
+        raise ShapeError(f"{name}: `{label}` is {array_spec(scale)}; pass scales of tokens in float32.")
 
 
 def check_num_seqs(name: str, num_seqs: int, sequences: int) -> None:
@@ -107,7 +138,9 @@ def as_num_seqs(name: str, num_seqs: object, sequences: int) -> jax.Array:
 
 def logit_scale(q_scale: Any, k_scale: AnyArray) -> AnyArray:
     """The factor of the products: of the keys' scales and the queries', None for 1."""
-    return q_scale if k_scale is None else k_scale if q_scale is None else q_scale * k_scale
+    if q_scale is None or k_scale is None:
+        return q_scale if k_scale is None else k_scale
+    return (q_scale if k_scale.ndim == 1 else q_scale[:, None]) * k_scale
 
 
 def wide_query(query: AnyArray, out_dtype: DTypeLike | None) -> AnyArray:
@@ -239,10 +272,17 @@ def describe(
     Raises:
       ShapeError: an argument does not fit the others.
     """
-    query, k_pages, v_pages, *tables, _, _, _, slopes, tree_mask = arrays
+    query, k_pages, v_pages, *tables, _, k_scale, v_scale, slopes, tree_mask = arrays
     form = form_of(k_pages, v_pages)
     check_tables(_NAME, *tables)
-    signature_of(form).check(_NAME, arrays)
+    ranks = {len(scale.shape) for scale in (k_scale, v_scale) if scale is not None}
+    if len(ranks) > 1:
+        raise ShapeError(
+            f"{_NAME}: `k_scale` has shape {k_scale.shape} and `v_scale` {v_scale.shape}; pass scales of tokens, or of "
+            "heads, for both."
+        )
+    signature = signature_of(form, return_lse, has_token_scales(arrays))
+    signature.check(_NAME, arrays)
     _check_query(query, k_pages, form, latent_dim)
     if slopes is not None and not jnp.issubdtype(slopes.dtype, jnp.floating):
         raise ShapeError(f"{_NAME}: `alibi_slopes` has dtype {slopes.dtype.name}; pass floats.")
@@ -256,7 +296,7 @@ def describe(
     scale = _check_options(scale, softcap, max_q_len, form, head_dim)
     # Latent pages may have more columns than the query, which is padded to them.
     padded = arrays._replace(query=ArraySpec((tokens, heads, k_pages.shape[-1]), query.dtype))
-    operands = signature_of(form).specs(padded)
+    operands = signature.specs(padded)
     softcap = None if softcap is None else float(softcap)
     most = min(max_q_len or tokens, max(tokens, 1))
     return PagedSpec(operands, form, scale, window, softcap, latent_dim, most, return_lse)

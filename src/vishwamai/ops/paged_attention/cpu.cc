@@ -69,6 +69,7 @@ ffi::Error paged(ffi::ThreadPool pool, Buffer query, Buffer k_pages, Buffer v_pa
   a.sinks = optional(sinks), a.sinks_stride = batch_stride(sinks);
   a.key_scale = optional<float>(k_scale), a.key_scale_stride = batch_stride(k_scale);
   a.value_scale = optional<float>(v_scale), a.value_scale_stride = batch_stride(v_scale);
+  a.token_scales = k_scale.dimensions().size() > 2 || v_scale.dimensions().size() > 2;
   a.slopes = optional(slopes), a.slopes_stride = batch_stride(slopes);
   a.tree = optional<uint8_t>(tree), a.tree_stride = batch_stride(tree);
   if (a.tree != nullptr) a.tree_columns = tree.dimensions()[2];

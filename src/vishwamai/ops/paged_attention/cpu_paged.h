@@ -28,8 +28,10 @@ struct PagedArgs {
   const int32_t *kv_lens, *table, *starts, *count;
   int64_t kv_lens_stride, table_stride, starts_stride, count_stride;
   const void* sinks;  // float (double for f64) [batch or 1, heads]
+  // [batch or 1, kv_heads], or [batch or 1, pages, page_size, kv_heads]: a scale of every token and head.
   const float *key_scale, *value_scale;
   int64_t sinks_stride, key_scale_stride, value_scale_stride;
+  bool token_scales;
   const void* slopes;   // float (double for f64) [batch or 1, heads]
   const uint8_t* tree;  // bool [batch or 1, tokens, tree_columns]
   int64_t slopes_stride, tree_stride, tree_columns;

@@ -86,8 +86,8 @@ struct Sequences {
   };
 
   // Products of a block of keys to probabilities relative to the row's running maximum, 0 for keys that it does not
-  // see; rescales what was summed before.
-  void soften(T* s, const Row& row, T scale, T* state) const {
+  // see; rescales what was summed before. `scale` is of the logits of each key.
+  void soften(T* s, const Row& row, const T* scale, T* state) const {
     const auto [first, last, slope, distance, tree] = row;
     if (first >= last) {
       memset(s, 0, sizeof(T) * kBlock);
@@ -97,7 +97,7 @@ struct Sequences {
     const T cap = static_cast<T>(a.softcap);
     V<T> top = splat(kNone);
     for (int i = 0; i < kBlock; i += W) {
-      V<T> x = load(s + i) * scale;
+      V<T> x = load(s + i) * load(scale + i);
       if (cap != 0) x = tanh<T>(x / cap) * cap;
       if (slope != 0) x -= slope * (distance - numbers(i));
       if (tree != nullptr) x = load_bools<T>(tree + i) ? x : splat(kNone);
@@ -149,7 +149,7 @@ struct Sequences {
         auto weight = [&](T of) { return of == kNone ? T(0) : exp(splat(of - m))[0]; };
         T l = weight(sink);
         for (int64_t i = 0; i < item.parts; ++i) l += weight(row[i * size + out_stride]) * row[i * size + out_stride + 1];
-        const T scale = a.value_scale ? a.value_scale[item.batch * a.value_scale_stride + h] : 1.0f;
+        const T scale = a.value_scale && !a.token_scales ? a.value_scale[item.batch * a.value_scale_stride + h] : 1.0f;
         const T inverse = l == 0 ? T(0) : unit * scale / l;
         const int64_t at = (item.batch * a.tokens + item.token + r / group) * a.heads + head, to = at * a.value_dim;
         if (a.lse != nullptr) static_cast<T*>(a.lse)[at] = l == 0 ? kNone : m + std::log(l);
@@ -210,9 +210,9 @@ struct Sequences {
   }
 };
 
-// The addresses of n tokens of the item's sequence from k on.
+// The places in the pool, and the addresses, of n tokens of the item's sequence from k on.
 template <class S>
-void find(const PagedArgs& a, const Item& item, int64_t k, int n, BlockRows<S>& keys, BlockRows<S>& values) {
+void find(const PagedArgs& a, const Item& item, int64_t k, int n, int64_t* places, BlockRows<S>& keys, BlockRows<S>& values) {
   const int32_t* table = a.table + item.batch * a.table_stride + item.sequence * a.entries;
   const S* key_pool = static_cast<const S*>(a.keys.data) + item.batch * a.keys.stride;
   const S* value_pool = static_cast<const S*>(a.values.data) + item.batch * a.values.stride;
@@ -220,11 +220,24 @@ void find(const PagedArgs& a, const Item& item, int64_t k, int n, BlockRows<S>& 
   for (int j = 0; j < n; ++j) {
     // An index out of range is the caller's mistake; it must not read what is not ours.
     const int64_t page = least<int64_t>(a.pages - 1, greatest<int64_t>(0, table[entry])), at = page * a.page_size + row;
+    places[j] = at;
     keys.at[j] = key_pool + at * a.keys.token;
     values.at[j] = value_pool + at * a.values.token;
     if (++row == a.page_size) ++entry, row = 0;
   }
   keys.settle(n), values.settle(n);
+}
+
+// factors[j] = unit times the scale of head h of the token in place j, for n tokens and 0 behind them; false where 1 is
+// the scale of all.
+template <class T>
+bool token_factors(const PagedArgs& a, const float* scale, int64_t stride, const Item& item, int64_t h, const int64_t* places, int n, T unit,
+                   T* factors) {
+  if (scale == nullptr || !a.token_scales) return false;
+  const float* of_head = scale + item.batch * stride + h;
+  for (int j = 0; j < n; ++j) factors[j] = unit * static_cast<T>(of_head[places[j] * a.kv_heads]);
+  for (int j = n; j < kBlock; ++j) factors[j] = 0;
+  return true;
 }
 
 // Of the keys from k0 on, whether the tree lets query `row` of the item see them; false where it says nothing of them.
@@ -261,9 +274,11 @@ void part(const Sequences<T>& of, const Item& item, int64_t begin, int64_t end, 
   }
   const T* slopes = a.slopes == nullptr ? nullptr : static_cast<const T*>(a.slopes) + item.batch * a.slopes_stride;
   BlockRows<S> keys, values;
+  int64_t places[kBlock];
+  alignas(64) T scale[kBlock], value_scale[kBlock];
   for (int64_t k0 = begin; k0 < end; k0 += kBlock) {
     const int n = static_cast<int>(least<int64_t>(kBlock, end - k0));
-    find(a, item, k0, n, keys, values);
+    find(a, item, k0, n, places, keys, values);
     for (int64_t h = 0; h < a.kv_heads; ++h) {
       // The same tokens' next head meanwhile; tiles take so little time that asking costs more than it saves
       // (docs/notes/paged_attention.md).
@@ -271,7 +286,12 @@ void part(const Sequences<T>& of, const Item& item, int64_t begin, int64_t end, 
       Ahead ahead(keys, (h + 1) * a.keys.head, a.dim, values, (h + 1) * a.values.head, a.value_dim, asking ? n : 0);
       T* head_result = result + h * rows * part_stride;
       products.scores(keys, h * a.keys.head, n, query + h * products.query_elements(), p, ahead);
-      const T scale = static_cast<T>(a.scale * (a.key_scale ? a.key_scale[item.batch * a.key_scale_stride + h] : 1.0f)) * kLoadUnit<S>;
+      const T unit = static_cast<T>(a.scale) * kLoadUnit<S>;
+      if (!token_factors(a, a.key_scale, a.key_scale_stride, item, h, places, n, unit, scale)) {
+        const T of_head = a.key_scale && !a.token_scales ? a.key_scale[item.batch * a.key_scale_stride + h] : 1.0f;
+        for (int i = 0; i < kBlock; i += Sequences<T>::W) store(scale + i, splat(of_head * unit));
+      }
+      const bool weighs = token_factors(a, a.value_scale, a.value_scale_stride, item, h, places, n, T(1), value_scale);
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t position = item.position + r / of.group;
         const int64_t lowest = a.window < 0 ? 0 : position - a.window;
@@ -282,6 +302,10 @@ void part(const Sequences<T>& of, const Item& item, int64_t begin, int64_t end, 
         uint8_t seen[kBlock];
         if (a.tree != nullptr && tree_keys(a, item, r / of.group, k0, seen)) row.tree = seen;
         of.soften(p + r * kBlock, row, scale, head_result + r * part_stride);
+        for (int i = 0; weighs && i < kBlock; i += Sequences<T>::W) {
+          T* weights = p + r * kBlock + i;
+          store(weights, load(weights) * load(value_scale + i));
+        }
       }
       products.add(values, h * a.values.head, n, p, head_result, part_stride, ahead);
     }

@@ -9,7 +9,7 @@ import numpy as np
 from vishwamai.core.cases import ArrayInit, Case
 from vishwamai.core.draws import Sizes
 from vishwamai.ops.paged_attention.api import ragged_paged_attention
-from vishwamai.ops.paged_attention.cases import ForwardCase, separate_pages, tables
+from vishwamai.ops.paged_attention.cases import ForwardCase, separate_pages, tables, token_scales
 
 
 def draw(d: Sizes) -> Case:
@@ -55,7 +55,9 @@ def draw(d: Sizes) -> Case:
         options["softcap"] = 3.0
     if d.flag(4):
         options["window"] = d.choose((0, 3, 40))
-    if stored != dtype:
+    if stored != dtype and d.flag(3):
+        inits |= token_scales(inits, kv_heads)
+    elif stored != dtype:
         options["k_scale"] = 0.02 if stored == "int8" else 0.2
         options["v_scale"] = tuple(0.01 * (1 + h) for h in range(kv_heads))
     if d.flag(5):

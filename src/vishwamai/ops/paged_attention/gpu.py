@@ -30,7 +30,7 @@ from vishwamai.ops.paged_attention.gpu_tiles import (
     slots_of,
     tile_of,
 )
-from vishwamai.ops.paged_attention.spec import Operands, Outputs, PagedSpec
+from vishwamai.ops.paged_attention.spec import TOKENS_DECLINED, Operands, Outputs, PagedSpec
 
 ATTEND = gpu.TritonKernel("vishwamai.ops.paged_attention.gpu_kernels", "attend")
 COMBINE = gpu.TritonKernel("vishwamai.ops.paged_attention.gpu_kernels_combine", "combine")
@@ -55,6 +55,8 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
         return f"the pages are {pages.name}, which {query.name} queries would round."
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
         return "the batch is empty."
+    if spec.token_scales:
+        return TOKENS_DECLINED
     tree = spec.operands.tree_mask
     if tree is not None and tree.shape[1] * tree.shape[2] >= 2**31:
         return f"`tree_mask` has {tree.shape[1]} x {tree.shape[2]} entries; the Triton kernels count them in 32 bits."

@@ -50,11 +50,13 @@ def keys_and_values(spec: PagedSpec, operands: Operands, pages: AnyArray) -> tup
         key, value = stored[..., 0::2, :], stored[..., 1::2, :]
     else:
         key, value = stored, rows(operands.v_pages)
-    if operands.k_scale is not None:
-        key = key * operands.k_scale.astype(spec.accumulator)[:, None]
-    if operands.v_scale is not None:
-        value = value * operands.v_scale.astype(spec.accumulator)[:, None]
-    return key, value
+
+    def scaled(x: AnyArray, scale: AnyArray | None) -> AnyArray:
+        if scale is None:
+            return x
+        return x * (rows(scale) if spec.token_scales else scale.astype(spec.accumulator)[:, None])
+
+    return scaled(key, operands.k_scale), scaled(value, operands.v_scale)
 
 
 def _one_batch(spec: PagedSpec, operands: Operands) -> Outputs:

@@ -31,8 +31,9 @@ class Operands(NamedTuple):
     cu_q_lens: Annotated[AnyArray, "batch? _"]  # int32, sequences + 1
     num_seqs: Annotated[AnyArray, "batch? _", "optional"]  # int32, one
     sinks: Annotated[AnyArray, "batch? _", "optional"]
-    k_scale: Annotated[AnyArray, "batch? _", "optional"]  # float32
-    v_scale: Annotated[AnyArray, "batch? _", "optional"]  # float32
+    # float32, of heads; or of every token of the pages, with the dims that `PagedSpec.dims` states.
+    k_scale: Annotated[AnyArray, "batch? _", "optional"]
+    v_scale: Annotated[AnyArray, "batch? _", "optional"]
     slopes: Annotated[AnyArray, "batch? _", "optional"] = None  # floating: ALiBi's
     tree_mask: Annotated[AnyArray, "batch? tokens _", "optional"] = None  # bool
 
@@ -54,6 +55,8 @@ POOLS: dict[Form, tuple[str, str]] = {
 """The dims of the caller's pages by form. Query and kv heads share a word: whole groups go to a device. Rows k0 v0 k1
 v1 divide as the heads do where every device gets pairs; latent pages have no heads.
 """
+TOKEN_SCALES = "pages page_size heads/ 1"
+"""The dims of scales of every token and kv head of the pages: pools of one column."""
 TABLES = ("sequences", "sequences entries", "sequences+1", "1")
 """Of kv_lens, page_indices, cu_q_lens and num_seqs."""
 _TREE = "tokens columns"
@@ -67,9 +70,11 @@ PAIRS = "keys and values in turn (k0 v0 k1 v1 ...)"
 
 
 @functools.cache
-def signature_of(form: Form, return_lse: bool = False) -> Signature:
+def signature_of(form: Form, return_lse: bool = False, token_scales: bool = False) -> Signature:
     """The caller's layout."""
     scale = "_" if form == "latent" else "heads/"
+    if token_scales:
+        scale = TOKEN_SCALES.replace("heads/", scale)
     operands = Operands("tokens heads head_dim", *POOLS[form], *TABLES, "heads", scale, scale, "heads", _TREE)
     labels = {"slopes": "alibi_slopes"} | ({} if form == "separate" else {"k_pages": "kv_pages"})
     hints = HINTS | {"k_pages": PAIRS} if form == "combined" else HINTS
@@ -77,9 +82,17 @@ def signature_of(form: Form, return_lse: bool = False) -> Signature:
     return Signature(operands, outputs, labels=labels, hints=hints)
 
 
-def signature(latent: bool, return_lse: bool = False) -> Signature:
+def signature(latent: bool, return_lse: bool = False, token_scales: bool = False) -> Signature:
     """Of latent pages, or of pages with heads, for whom it does not matter how their rows lie."""
-    return signature_of("latent" if latent else "separate", return_lse)
+    return signature_of("latent" if latent else "separate", return_lse, token_scales)
+
+
+def has_token_scales(operands: Operands) -> bool:
+    """Whether a scale, in the caller's layout or the op's, is that of every token of the pages."""
+    return any(x is not None and len(x.shape) > 2 for x in (operands.k_scale, operands.v_scale))
+
+
+TOKENS_DECLINED = "every token of the pages has a scale, and the kernel reads one for each kv head."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +118,13 @@ class PagedSpec(OpSpec):
     return_lse: bool = False
 
     def dims(self, kind: object) -> Any:
-        """Of latent pages too, which have one row for each token."""
+        """Of latent pages too, which have one row for each token, and of the scales of tokens."""
         declared = super().dims(kind)
-        return (
-            declared._replace(k_pages="batch? pages page_size _")
-            if kind is Operands and self.form == "latent"
-            else declared
-        )
+        if kind is Operands and self.form == "latent":
+            declared = declared._replace(k_pages="batch? pages page_size _")
+        if kind is Operands and self.token_scales:
+            declared = declared._replace(**dict.fromkeys(("k_scale", "v_scale"), "batch? pages page_size _ _"))
+        return declared
 
     @property
     def batch(self) -> int:
@@ -161,6 +174,11 @@ class PagedSpec(OpSpec):
         return self.operands.page_indices.shape[2]
 
     @property
+    def token_scales(self) -> bool:
+        """Whether every token of the pages has scales of its own."""
+        return has_token_scales(self.operands)
+
+    @property
     def compute_dtype(self) -> jnp.dtype:
         """What keys and values are widened to for the products: the query's dtype."""
         return self.operands.query.dtype
@@ -187,6 +205,7 @@ class PagedSpec(OpSpec):
         o = self.operands
         options = "".join(f" {n}" for n, v in (("window", self.window), ("softcap", self.softcap)) if v is not None)
         options += " lse" if self.return_lse else ""
+        options += " token_scales" if self.token_scales else ""
         options += " slopes" if o.slopes is not None else ""
         options += " tree" if o.tree_mask is not None else ""
         return (

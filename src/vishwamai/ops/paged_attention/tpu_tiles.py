@@ -21,7 +21,7 @@ from vishwamai.core.qtensor import bits
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import size
 from vishwamai.ops.paged_attention import tpu_unpack
-from vishwamai.ops.paged_attention.spec import PagedSpec
+from vishwamai.ops.paged_attention.spec import TOKENS_DECLINED, PagedSpec
 from vishwamai.ops.paged_attention.tpu_long import rows, stored_heads, whole_queries
 from vishwamai.ops.paged_attention.tpu_refs import Shape
 from vishwamai.ops.paged_attention.tpu_words import heads_together, packing
@@ -158,6 +158,8 @@ def why_not(spec: PagedSpec, target: Target) -> str | None:
         )
     if spec.batch * spec.tokens * spec.sequences * spec.pages_per_sequence == 0:
         return "the batch is empty."
+    if spec.token_scales:
+        return TOKENS_DECLINED
     if spec.form == "latent":
         if o.k_pages.dtype.itemsize == 1:
             return f"latent pages are {o.k_pages.dtype.name}; the kernel reads them in float32 and bfloat16."
