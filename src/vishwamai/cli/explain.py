@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from vishwamai.aot.compile import libtpu
     from vishwamai.core.explain import explain
-    from vishwamai.core.optimization import Purpose, explain_optimization
+    from vishwamai.parallel.optimization import Purpose, explain_optimization
 
     if arguments.target is None:
         libtpu.local_devices()

@@ -20,9 +20,9 @@ from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
-    from vishwamai.core.optimization import Optimization, Purpose
     from vishwamai.inference import CacheTiers, Embedder, Engine, Load
     from vishwamai.models.adapters import AdapterSizes
+    from vishwamai.parallel.optimization import Optimization, Purpose
 
 
 def fetch(path: Path, weights: bool = True) -> tuple[Path, str]:
@@ -42,7 +42,7 @@ def fetch(path: Path, weights: bool = True) -> tuple[Path, str]:
 
 def say_optimization(keys: Optimization, purpose: Purpose, devices: int | None) -> None:
     """Says what each key does, where one is set."""
-    from vishwamai.core.optimization import explain_optimization
+    from vishwamai.parallel.optimization import explain_optimization
 
     if keys.explicit:
         say(str(explain_optimization(keys, purpose, devices)))

@@ -11,9 +11,9 @@ from vishwamai.cli import binding
 from vishwamai.cli.function import CommandError
 
 if TYPE_CHECKING:
-    from vishwamai.core.optimization import Optimization
     from vishwamai.inference import CacheTiers
     from vishwamai.models.adapters import AdapterSizes
+    from vishwamai.parallel.optimization import Optimization
 
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
@@ -208,7 +208,7 @@ def optimization(arguments: argparse.Namespace) -> Optimization:
       CommandError: a part is neither key=value nor a JSON file.
       ConfigError: as `Optimization.of`.
     """
-    from vishwamai.core.optimization import Optimization
+    from vishwamai.parallel.optimization import Optimization
 
     keys: dict[str, object] = {}
     for text in arguments.optimization:
@@ -225,7 +225,7 @@ def _pair(text: str) -> dict[str, object]:
 
 
 def _file(text: str) -> dict[str, object]:
-    from vishwamai.core.optimization import Optimization
+    from vishwamai.parallel.optimization import Optimization
 
     try:
         values = json.loads(Path(text).read_text(encoding="utf-8"))

@@ -83,8 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError("train needs a directory for the run: --output DIR.")
     from vishwamai.aot.compile import libtpu
     from vishwamai.core.config import ambient_target
-    from vishwamai.core.optimization import explain_optimization
     from vishwamai.parallel import initialize
+    from vishwamai.parallel.optimization import explain_optimization
     from vishwamai.training.compute_dtype import resolved_for_run
     from vishwamai.training.data import unread
     from vishwamai.training.run import finish, train

@@ -16,6 +16,5 @@ Quantized weights: `qtensor`, the folder `quantized` (formats that are data, and
 (weights that multiply by a rule of their own). Figures that say where they come from: `figures`; long work: `progress`.
 
 Suites: `cases` and `draws`. Files: `caches`, `environment`, `installing`, `jax_cache`, `host_memory`. Programs: `hlo`.
-Private names of other libraries: `jax_private`, `triton_private`, `jax_errors`. `optimization` has the `optimization`
-dict: what each key sets in training and serving.
+Private names of other libraries: `jax_private`, `triton_private`, `jax_errors`.
 """

@@ -15,10 +15,10 @@ from vishwamai.models.next_token import NextTokenHead
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from vishwamai.core.optimization import Optimization
     from vishwamai.inference.limits import Limits
     from vishwamai.models import Decoder
     from vishwamai.models.adapters import AdapterSizes
+    from vishwamai.parallel.optimization import Optimization
 
 
 def window_rings_of(model: Decoder, draft: Decoder | None, limits: Limits) -> dict[int, int]:

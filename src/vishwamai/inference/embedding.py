@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.optimization import Optimization
 from vishwamai.models.cross_encoder import CrossEncoder
 from vishwamai.models.embedding import SentenceEncoder, padded
 from vishwamai.models.pooling import Pooling
+from vishwamai.parallel.optimization import Optimization
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from vishwamai.core.arguments import check_instances, checked
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.optimization import Optimization
 from vishwamai.inference.adapters import Adapters, Matrices
 from vishwamai.inference.answers import Answer, Delta, joined
 from vishwamai.inference.assembly import assemble, window_rings_of
@@ -41,6 +40,7 @@ from vishwamai.inference.sharding import mesh_of, place_model
 from vishwamai.models import Decoder
 from vishwamai.models.adapters import AdapterSizes
 from vishwamai.models.rotation import rotation_switch
+from vishwamai.parallel.optimization import Optimization
 
 _OPTIONAL = {"limits": Limits, "draft": Decoder, "mesh": Mesh, "adapters": AdapterSizes, "tiers": CacheTiers}
 

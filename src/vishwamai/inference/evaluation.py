@@ -18,9 +18,9 @@ import numpy as np
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.optimization import Optimization
 from vishwamai.inference.pools import calibration_tokens, kv_dtype_of, make_pools
 from vishwamai.models import Decoder, PagedBatch
+from vishwamai.parallel.optimization import Optimization
 
 if TYPE_CHECKING:
     from jax import Array

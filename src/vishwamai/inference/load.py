@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from vishwamai.core import ffi
 from vishwamai.core.numbers import human
-from vishwamai.core.optimization import Optimization
 from vishwamai.inference.compiled_function import Store, cached
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.memory import rings_of
@@ -23,6 +22,7 @@ from vishwamai.models.adapters import AdapterSizes
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.generation import GenerationConfig
 from vishwamai.models.gguf import source_file
+from vishwamai.parallel.optimization import Optimization
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.core.numbers import human
-from vishwamai.core.optimization import Optimization
 from vishwamai.core.target import Target
 from vishwamai.inference.drafting import check_draft
 from vishwamai.inference.head_memory import hidden_bytes, pool_dtype
@@ -38,6 +37,7 @@ from vishwamai.models.generation import read_generation_config
 from vishwamai.models.gguf import model_directory
 from vishwamai.models.next_token import check_head, head_config
 from vishwamai.models.shards import read_index
+from vishwamai.parallel.optimization import Optimization
 
 
 @checked

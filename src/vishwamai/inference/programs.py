@@ -95,7 +95,7 @@ class Programs:
 
     Attributes:
       matrices: the pairs of `adapters.Adapters`, for the next steps.
-      mesh: as the argument.
+      mesh: devices of the models and the pools, or None for one device.
       compiled, total: programs that are compiled, and all that may be.
       from_cache: number of them that were read, not compiled.
     """

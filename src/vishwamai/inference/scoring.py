@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import UnsupportedError
-from vishwamai.core.optimization import Optimization
 from vishwamai.inference.answers import TokenLogprobs
 from vishwamai.inference.sampling import MAX_LOGPROBS
 from vishwamai.models.embedding import padded
+from vishwamai.parallel.optimization import Optimization
 
 if TYPE_CHECKING:
     from vishwamai.models import Decoder

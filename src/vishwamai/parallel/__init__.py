@@ -5,7 +5,8 @@ Everything runs on JAX's own distributed runtime: one program, XLA's collectives
 Meshes: `mesh`, `torus` (neighbours), `processes` and `roll_call` (several processes), `in_order` (their collectives on
 CPUs). Placement: `rules` (logical axes), `shard`, `adaptive`, `placement`, `layout`, `data_parallel`. Products with
 their collective: `products`, `ring_pieces`, `ring_products`, `overlap` (whether it pays). `pipeline/`: schedules as
-data (`actions`, `generators`), what judges them (`check`, `simulate`, `timeline`), and the executor.
+data (`actions`, `generators`), what judges them (`check`, `simulate`, `timeline`), and the executor. `optimization` has
+the dict of that name: what each key sets in training and serving.
 """
 
 from vishwamai.core.errors import ScheduleError

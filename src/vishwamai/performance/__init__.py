@@ -13,7 +13,6 @@ from vishwamai.aot.compile.options.config import RuntimeConfig, configure_runtim
 from vishwamai.aot.tuning.flags import FlagTrial, FlagTuning, tune_flags
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.installing import install_line
-from vishwamai.core.optimization import Optimization, explain_optimization
 from vishwamai.parallel import (
     DataParallelConfig,
     KernelLayout,
@@ -25,6 +24,7 @@ from vishwamai.parallel import (
     optimize_kernel_layout,
     optimize_memory_layout,
 )
+from vishwamai.parallel.optimization import Optimization, explain_optimization
 from vishwamai.performance.functions import apply_gradient_checkpointing, flash_attention_forward
 from vishwamai.performance.profile_results import ProfileResults
 from vishwamai.performance.profiler import TPUProfiler

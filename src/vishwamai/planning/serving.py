@@ -14,7 +14,6 @@ from flax import nnx
 
 from vishwamai.aot.compile.traced import Program, trace
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.optimization import Optimization
 from vishwamai.core.qtensor import bits
 from vishwamai.core.types import PyTree
 from vishwamai.inference.pools import kv_dtype_of, with_scales
@@ -22,6 +21,7 @@ from vishwamai.inference.sampling import Sampling, all_allowed, empty_rows, samp
 from vishwamai.models import Decoder, ModelConfig, PagedBatch, page_shapes
 from vishwamai.models.checkpoint import quantized
 from vishwamai.models.pages import has_states, pages_of, ring_table, window_rings
+from vishwamai.parallel.optimization import Optimization
 
 
 @dataclasses.dataclass(frozen=True)

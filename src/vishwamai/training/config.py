@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from vishwamai.core.optimization import Optimization
+from vishwamai.parallel.optimization import Optimization
 
 Positive = Annotated[int, pydantic.Field(ge=1)]
 Count = Annotated[int, pydantic.Field(ge=0)]

@@ -17,7 +17,7 @@ import pydantic
 import yaml
 
 from vishwamai.core.errors import ConfigError
-from vishwamai.core.optimization import Optimization
+from vishwamai.parallel.optimization import Optimization
 from vishwamai.training.config import OPTIMIZED, TrainConfig
 
 

@@ -13,11 +13,11 @@ from vishwamai.cli import main
 from vishwamai.core.config import current_config, kernel_config
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.core.observe import Observer, watching
-from vishwamai.core.optimization import Optimization, explain_optimization
 from vishwamai.inference import Engine, Limits, Sampling, plan_load
 from vishwamai.models import Decoder, ModelConfig, save_pretrained
 from vishwamai.models.checkpoint import quantized
 from vishwamai.models.variables import parameter_variables
+from vishwamai.parallel.optimization import Optimization, explain_optimization
 from vishwamai.planning.memory.analytic import serving_memory, training_memory
 from vishwamai.planning.search.candidates import candidates, meshes
 from vishwamai.planning.serving import Serving
