@@ -1,5 +1,6 @@
 // The kernels of one instruction set (-DVISHWAMAI_ISA=...) against plain loops in double, without Python or XLA: what
 // `make arm64` runs under an emulator, for the generic ones.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 #include "vishwamai/core/cpp/adam.h"
 #include "vishwamai/ops/activation/cpu_activation.h"
 #include "vishwamai/ops/attention/cpu_attention.h"
+#include "vishwamai/ops/delta/cpu_delta.h"
 #include "vishwamai/ops/gated/cpu_gated.h"
 #include "vishwamai/ops/loss/cpu_loss.h"
 #include "vishwamai/ops/matmul/cpu_matmul.h"
@@ -434,6 +436,50 @@ void check_sparse(const Kind& kind, const Threads& threads) {
   compare((std::string("sparse dvalues ") + kind.name).c_str(), dvalues, kind.storage, dwant, kind.tolerance);
 }
 
+// A sequence that begins and one that goes on in place, of more tokens than are widened at once, with columns that are
+// no whole number of vectors; decays of heads or of channels.
+void check_delta(const Kind& kind, bool channels, bool correction, const Threads& threads) {
+  const Storage sums = kind.storage == Storage::f64 ? Storage::f64 : Storage::f32;
+  const int64_t heads = 4, key_heads = 2, tokens = 40, dim = 21, width = 75, decays = channels ? dim : 1, split = 19;
+  Values q = normal(key_heads * tokens * dim), k = normal(key_heads * tokens * dim), v = normal(heads * tokens * width);
+  Values decay = normal(heads * tokens * decays), beta = normal(heads * tokens), skip = normal(heads), state = normal(heads * dim * width);
+  for (double& x : k) x *= 0.2;
+  for (double& x : decay) x = -std::fabs(x);
+  for (double& x : beta) x = 1 / (1 + std::exp(-x));
+  const Bytes qb = stored(q, kind.storage), kb = stored(k, kind.storage), vb = stored(v, kind.storage), db = stored(decay, sums);
+  const Bytes bb = stored(beta, sums), sb = stored(skip, sums);
+  Bytes states = stored(state, sums), out(v.size() * kind.size);
+  Values want(v.size());
+  for (int64_t h = 0; h < heads; ++h) {
+    Values s(dim * width, 0);
+    for (int64_t t = 0; t < tokens; ++t) {
+      if (t == split) s = Values(state.begin() + h * dim * width, state.begin() + (h + 1) * dim * width);
+      const double *qt = &q[(h / 2 * tokens + t) * dim], *kt = &k[(h / 2 * tokens + t) * dim], *vt = &v[(h * tokens + t) * width];
+      for (int64_t i = 0; i < dim; ++i)
+        for (int64_t j = 0; j < width; ++j) s[i * width + j] *= std::exp(decay[(h * tokens + t) * decays + (channels ? i : 0)]);
+      for (int64_t j = 0; j < width; ++j) {
+        double seen = 0, read = 0;
+        for (int64_t i = 0; i < dim && correction; ++i) seen += kt[i] * s[i * width + j];
+        for (int64_t i = 0; i < dim; ++i) {
+          s[i * width + j] += kt[i] * beta[h * tokens + t] * (vt[j] - seen);
+          read += qt[i] * s[i * width + j];
+        }
+        want[(h * tokens + t) * width + j] = 0.5 * read + skip[h] * vt[j];
+      }
+    }
+    std::copy(s.begin(), s.end(), state.begin() + h * dim * width);
+  }
+  const DeltaSequence sequences[] = {{0, 0, split, nullptr, nullptr}, {0, split, tokens - split, states.data(), states.data()}};
+  DeltaArgs args{};
+  args.storage = kind.storage, args.correction = correction, args.scale = 0.5;
+  args.heads = heads, args.key_heads = key_heads, args.tokens = tokens, args.key_dim = dim, args.value_dim = width, args.channels = decays;
+  args.value = vb.data(), args.query = qb.data(), args.key = kb.data(), args.decay = db.data(), args.beta = bb.data(), args.skip = sb.data();
+  args.sequences = sequences, args.count = 2, args.y = out.data();
+  VISHWAMAI_ISA::delta_run(args, threads);
+  compare((std::string("delta ") + kind.name).c_str(), out, kind.storage, want, 2 * kind.tolerance);
+  compare((std::string("delta states ") + kind.name).c_str(), states, sums, state, sums == Storage::f64 ? 1e-13 : 1e-5);
+}
+
 // A first moment of any type next to the others in float, in more than one task and no whole number of vectors.
 void check_adam(const Kind& kind, const Threads& threads) {
   if (kind.storage != Storage::f32 && kind.storage != Storage::bf16) return;
@@ -476,6 +522,8 @@ int main() {
     check_loss(kind, threads);
     check_sparse(kind, threads);
     check_adam(kind, threads);
+    for (const bool channels : {false, true})
+      for (const bool correction : {false, true}) check_delta(kind, channels, correction, threads);
     check_rows(kind, threads);
     check_rope(kind, false, threads);
     check_rope(kind, true, threads);

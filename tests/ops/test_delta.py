@@ -13,19 +13,27 @@ import contract
 import draws
 import rotation
 from vishwamai import ShapeError, explain, gated_delta_rule, linear_attention, state_space
+from vishwamai.core import ffi
 from vishwamai.ops.catalogue import operations
 from vishwamai.ops.delta.tpu import DeltaConfig
 
 IMPLEMENTATIONS = {impl.name: impl for impl in operations()["gated_delta_rule"].op.implementations}
+NATIVE = pytest.param(
+    "native_cpu",
+    marks=pytest.mark.skipif(
+        ffi.why_not(None, "vishwamai_delta") is not None, reason=str(ffi.why_not(None, "vishwamai_delta"))
+    ),
+)
 
 
 @pytest.mark.turns(6)
+@pytest.mark.parametrize("how", ["xla_chunked", NATIVE])
 @pytest.mark.parametrize("seeds", rotation.spans(3, 1000))
-def test_random_calls(seeds):
-    """Values, states and gradients of any legal call, by chunks, are those of the float64 recurrence."""
+def test_random_calls(seeds, how):
+    """Values, states and gradients of any legal call are those of the float64 recurrence."""
     for seed in seeds:
         case = draws.draw_case("gated_delta_rule", random.Random(seed).choice, 130)
-        got = contract.evaluate(case, IMPLEMENTATIONS["xla_chunked"])
+        got = contract.evaluate(case, IMPLEMENTATIONS[how])
         contract.check_all(got, contract.truth(case), contract.by_reference(case), unit=2.0**-20)
 
 
@@ -38,8 +46,9 @@ def arrays(seq, heads=2, key_dim=8, value_dim=6, decay=1.0, seed=0):
     return query, key, value, log_decay, jnp.asarray(rng.random((1, heads, seq)), jnp.float32)
 
 
+@pytest.mark.parametrize("form", ["xla_chunked", NATIVE])
 @pytest.mark.parametrize("seq", [3000, pytest.param(100_000, marks=pytest.mark.long)])
-def test_a_long_sequence_keeps_its_digits(seq):
+def test_a_long_sequence_keeps_its_digits(seq, form):
     """Repeated keys, betas at 0 and 1 and decays that are weak for long and then strong, against the recurrence."""
     query, key, value, decay, beta = arrays(seq, heads=1, decay=1e-3)
     key = key.at[:, :, 100:200].set(key[:, :, 100:101])
@@ -49,7 +58,7 @@ def test_a_long_sequence_keeps_its_digits(seq):
         jax.jit(lambda *a, how=how: gated_delta_rule(*a, return_state=True, implementation=how))(
             query, key, value, decay, beta
         )
-        for how in ("xla_chunked", "xla")
+        for how in (form, "xla")
     )
     contract.close(got, expected, 3e-5)
 
@@ -68,13 +77,14 @@ def test_a_cut_sequence_passes_its_state_on():
 
 
 @pytest.mark.turns(4)
-def test_packed_sequences_are_those_alone():
+@pytest.mark.parametrize("how", ["xla_chunked", NATIVE])
+def test_packed_sequences_are_those_alone(how):
     """Runs of ids, an id that returns among them, on both sides of a chunk's edge: values, state and gradients."""
     operands = arrays(40)
     ids = jnp.asarray(np.repeat([3, 1, 3, 8], [5, 17, 1, 17]))[None]
 
     def loss(*operands, ids=None):
-        y, state = gated_delta_rule(*operands, segment_ids=ids, config=16, return_state=True)
+        y, state = gated_delta_rule(*operands, segment_ids=ids, config=16, return_state=True, implementation=how)
         return (y**2).sum() + (state**2).sum() * (ids is None or 1.0), (y, state)
 
     every = tuple(range(5))
@@ -115,7 +125,9 @@ def test_channels_of_one_decay_are_the_decay_of_a_head():
 
 def test_which_form_runs():
     """Few tokens run one by one, many by chunks; `explain` says why there is no kernel."""
-    for target, seq, name in (("v5e", 1, "xla"), ("v5e", 64, "pallas_tpu"), ("cpu", 64, "xla_chunked")):
+    native = ffi.why_not(None, "vishwamai_delta") is None
+    on_cpu = ("cpu", 64, "native_cpu" if native else "xla_chunked")
+    for target, seq, name in (("v5e", 1, "xla"), ("v5e", 64, "pallas_tpu"), on_cpu):
         (call,) = explain(gated_delta_rule, *arrays(seq), target=target).calls
         assert call.runs == name
     query, key, value, decay, beta = arrays(64)

@@ -13,6 +13,7 @@ from vishwamai.core.signature import array_specs, as_arrays, public_call
 from vishwamai.core.spec import as_array
 from vishwamai.core.types import AnyArray
 from vishwamai.ops.delta.chunked import XLA_CHUNKED
+from vishwamai.ops.delta.cpu import NATIVE
 from vishwamai.ops.delta.reference import XLA
 from vishwamai.ops.delta.spec import (
     SIGNATURE,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
-DELTA: Op[DeltaSpec] = Op("gated_delta_rule", (PALLAS_TPU, XLA_CHUNKED, XLA), split="batch heads")
+DELTA: Op[DeltaSpec] = Op("gated_delta_rule", (PALLAS_TPU, NATIVE, XLA_CHUNKED, XLA), split="batch heads")
 
 
 @checked

@@ -199,11 +199,12 @@ FACTS = Facts(
             "float16": "`value` is float16",
             "float64": "`value` is float64",
             "no tokens": "an axis is empty",
-        }
+        },
+        "native_cpu": {"no tokens": "an axis is empty"},
     },
     coarser={
         # A log-decay's gradient is a difference of sums over a chunk, and a rate's the sum of those of all tokens.
-        "state space": {"xla_chunked": 2.0**-21, "pallas_tpu": 2.0**-21},
+        "state space": dict.fromkeys(("xla_chunked", "pallas_tpu", "native_cpu"), 2.0**-21),
         # A state in float32, of one pass of bfloat16 products.
         "one token": {"pallas_tpu": 2.0**-8},
     },
