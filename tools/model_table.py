@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md and docs/models-published.md: families, and what becomes of published
+"""Writes the tables of docs/models-families.md and docs/models-published.md: families, and what becomes of published
 `config.json` files.
 
     python tools/model_table.py [WORLD]
@@ -30,7 +30,7 @@ from vishwamai.models.layers.short_conv import ShortConv
 
 ROOT = Path(__file__).parents[1]
 WORLD = Path(os.environ.get("VISHWAMAI_WORLD", ROOT.parent / "shared" / "world"))
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "models-families.md"
 PUBLISHED = ROOT / "docs" / "models-published.md"
 FILES = "<!-- published configurations: tools/model_table.py -->", "<!-- end of configurations -->"
 FAMILIES_AT = "<!-- families: tools/model_table.py -->", "<!-- end of families -->"

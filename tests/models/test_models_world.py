@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -19,6 +20,7 @@ import world
 from models_families import TINY
 from models_peer import SIZES, Peer
 from vishwamai import ShapeError, UnsupportedError
+from vishwamai.inference.memory import weight_bytes
 from vishwamai.models import ModelConfig, from_pretrained, read_config, save_pretrained
 from vishwamai.models.published.files import quantization
 
@@ -44,19 +46,79 @@ def test_a_published_config_loads_or_names_what_is_declined(path: Path) -> None:
     assert ModelConfig.from_dict(config.to_dict()) == config
 
 
-def test_the_page_has_the_table_of_published_configs() -> None:
-    folder = world.folder("configs").parent
-    path = Path(__file__).parents[2] / "tools" / "model_table.py"
-    spec = importlib.util.spec_from_file_location("model_table", path)
+def load_tool(name: str) -> Any:
+    """A script of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+def test_the_page_has_the_table_of_published_configs() -> None:
+    folder = world.folder("configs").parent
+    tool = load_tool("model_table")
     page = tool.PAGE.read_text()
     published = tool.PUBLISHED.read_text()
     assert tool.families() in page and tool.table(folder) in published, "write it again: python tools/model_table.py"
     with pytest.raises(SystemExit, match=r"nowhere: no configs/"):
         tool.main([str(folder / "nowhere")])
     assert page == tool.PAGE.read_text(), "a wrong folder empties no table"
+
+
+def test_the_page_has_the_table_of_proofs() -> None:
+    world.folder("configs")
+    tool = load_tool("proof_table")
+    assert tool.table() in tool.PAGE.read_text(), "write it again: python tools/proof_table.py"
+
+
+BILLIONS = {
+    "MiniMaxAI--MiniMax-M2.5": 229,
+    "XiaomiMiMo--MiMo-V2-Flash": 309,
+    "deepseek-ai--DeepSeek-V3": 671,
+    "deepseek-ai--DeepSeek-V3.2": 671,
+    "meta-llama--Llama-4-Maverick-17B-128E-Instruct": 400,
+    "meta-llama--Llama-4-Scout-17B-16E-Instruct": 109,
+    "microsoft--phi-4": 14.7,
+    "mistralai--Devstral-Small-2507": 23.6,
+    "mistralai--Mixtral-8x22B-v0.1": 141,
+    "mistralai--Mixtral-8x7B-v0.1": 46.7,
+    "moonshotai--Kimi-K2-Instruct": 1026,
+    "zai-org--GLM-5": 744,
+}
+"""Parameters that the authors of models state, in units of 1e9, where the names lack them or have another number."""
+OTHERS = re.compile(r"neuronx--|-VL-|@|micro-")
+"""Names with the number of another model, or of one with its tower of images."""
+
+
+def stated_sizes() -> dict[Path, float]:
+    """Published configurations, and the parameters that their authors state, in units of 1e9."""
+    sizes = {}
+    for path in FILES:
+        name = path.parent.name
+        numbers = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-z\d])", name, re.I)
+        if name in BILLIONS or (numbers and not OTHERS.search(name)):
+            number, unit = numbers[0] if numbers else ("0", "B")
+            sizes[path] = BILLIONS.get(name, float(number) / (1000 if unit in "mM" else 1))
+    return sizes
+
+
+def sized_families() -> set[str]:
+    """The families of published configurations whose parameters are as many as their authors state."""
+    families: set[str] = set()
+    for path, stated in stated_sizes().items():
+        with contextlib.suppress(ShapeError, UnsupportedError):
+            config = read_config(path.parent)
+            numbers = weight_bytes(config, 2, on_cpu=False) / 2e9
+            # Names round to whole billions, and some leave out embeddings.
+            assert abs(numbers - stated) <= max(0.09 * stated, 0.4), path.parent.name
+            families.add(config.family)
+    return families
+
+
+def test_published_sizes_have_the_parameters_that_their_authors_state() -> None:
+    world.folder("configs")
+    assert {"deepseek_v3", "gemma4_text", "gpt_oss", "llama4_text", "nemotron_h", "qwen3_next"} <= sized_families()
 
 
 def stored(directory: Path) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ def family_of(values: Mapping[str, Any], source: str) -> Family:
         similar = f", such as {' and '.join(near)}" if near else ""
         raise UnsupportedError(
             f"{source}: `model_type` is {_brief(kind)}; the decoder computes {len(FAMILIES)} others{similar}. "
-            "docs/models.md lists them."
+            "docs/models-families.md lists them."
         )
     return FAMILIES[kind]
 
