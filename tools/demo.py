@@ -2,7 +2,7 @@
 
 Four parts, each by the commands that a user types: the operations on this machine, checked and timed; a real small
 model that answers a question in float32 and in int8; a hundred steps of training on real text, interrupted and
-resumed, next to the same steps without an interruption; and a plan of Llama 3 8B for a TPU slice that is not here.
+resumed, next to the same steps without an interruption; and a plan of Llama 3.1 8B for a TPU slice that is not here.
 Every number is checked. `OUT/report.html` has the results with pictures. A part that lacks what it needs (a network, a
 compiler) says so and is not counted as right. The exit status is 1 where a check fails.
 """
@@ -42,7 +42,7 @@ TRAINING = (
     f"steps={STEPS}",
 )
 SLICE = "v6e:4x4"
-PLAN = "examples/plans/llama-3-8b.yaml"
+PLAN = "examples/plans/llama-3.1-8b.yaml"
 WAIT = 600
 """Seconds that one command may take."""
 
@@ -171,7 +171,7 @@ def _records(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def plan(out: Path) -> Part:
-    """A training step of Llama 3 8B on 16 chips of TPU v6e, by formulas and the compiler's probe."""
+    """A training step of Llama 3.1 8B on 16 chips of TPU v6e, by formulas and the compiler's probe."""
     result = json.loads(command("plan", PLAN, f"--target={SLICE}", "--search", "--no-verify", "--json"))
     (searched,) = result["plans"]
     chosen, limit = searched["chosen"], searched["limit_bytes"]
@@ -196,7 +196,7 @@ def plan(out: Path) -> Part:
         ("its share of the chip's peak is below 100 %", 0 < chosen["mfu"] < 1),
     ]
     figure = charts.lines(curves, x="GiB of a chip", y="seconds a step")
-    return Part(f"Llama 3 8B on {SLICE}, a slice that is not here", facts, checks, [("Candidates", figure)])
+    return Part(f"Llama 3.1 8B on {SLICE}, a slice that is not here", facts, checks, [("Candidates", figure)])
 
 
 PARTS: tuple[Callable[[Path], Part], ...] = (operations, model, training, plan)

@@ -8,23 +8,35 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import AxisType
 
 import world
 from models_peer import Peer
 from serving import serving
-from vishwamai import ShapeError, UnsupportedError
+from vishwamai import ShapeError, UnsupportedError, pack_weight
 from vishwamai.cli import main
 from vishwamai.core.qtensor import QTensor
 from vishwamai.inference import Settings, plan_load
-from vishwamai.models import from_pretrained, read_config, read_generation_config, read_tokenizer
+from vishwamai.models import (
+    Decoder,
+    from_pretrained,
+    pack_weights,
+    read_config,
+    read_generation_config,
+    read_tokenizer,
+    save_pretrained,
+)
 from vishwamai.models.gguf import LINK, model_directory
 from vishwamai.models.gguf_blocks import BLOCK_TYPES, decoded
 from vishwamai.models.gguf_container import BlockTensor, read_container
 from vishwamai.models.gguf_parts import block_weights
 from vishwamai.models.published import Decoded
+from vishwamai.models.shifted_weight import ShiftedWeight
 from vishwamai.models.variables import named_parameters
 
 gguf = pytest.importorskip("gguf")
@@ -185,6 +197,9 @@ def test_the_tokenizer_of_a_sentencepiece_file_is_the_published_one() -> None:
     assert gemma.special["bos_token"] == "<bos>"
 
 
+SHIFTED = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+
+
 @pytest.mark.parametrize("number", [number for number, kind in BLOCK_TYPES.items() if kind.numbers > 1])
 def test_blocks_in_their_own_numbers(number: int, tmp_path: Path) -> None:
     kind, draw = BLOCK_TYPES[number], np.random.default_rng(number)
@@ -198,14 +213,13 @@ def test_blocks_in_their_own_numbers(number: int, tmp_path: Path) -> None:
     tensor = BlockTensor(tmp_path / "blocks", 0, shape, kind, change=lambda rows: rows[::-1])
     weight = block_weights({"a": tensor})["a"]
     assert isinstance(weight, Decoded) and weight.shape == shape
-    np.testing.assert_array_equal(weight.read(), tensor.read())
-    if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
-        with pytest.raises(UnsupportedError, match=f"is in {kind.name}, whose numbers are not a value times a scale"):
-            weight.check_representable()
-        return
-    values, scales = (jnp.asarray(np.ascontiguousarray(part.read().T)) for part in weight.quantized_parts())
-    held = weight.check_representable().tensor(values, scales)
-    np.testing.assert_array_equal(held.dequantize().T, tensor.read())
+    storage = weight.check_representable()
+    held = storage.tensor(*(jnp.asarray(np.ascontiguousarray(part.read().T)) for part in weight.quantized_parts()))
+    assert isinstance(held, ShiftedWeight) == (kind.name in SHIFTED) == storage.shifted
+    expected = tensor.read()
+    error = 4 * 2.0**-24 * np.abs(expected).max() if kind.name in SHIFTED else 0  # of sums in another order
+    for found in (weight.read(), held.dequantize().T):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=error)
 
 
 def test_a_file_is_held_in_its_own_numbers(tmp_path: Path) -> None:
@@ -222,12 +236,86 @@ def test_a_file_is_held_in_its_own_numbers(tmp_path: Path) -> None:
     load = plan_load(path, quantize="keep", max_length=16, max_sequences=1, dtype="float32")
     assert "in its published numbers" in str(load)
     assert load.weights < plan_load(path, max_length=16, max_sequences=1, dtype="float32").weights
-    path = write(tmp_path / "b.gguf", "llama", peer, {"add_rope_dimension_count": 16}, "Q4_1")
-    error = "is in Q4_1, whose numbers are not a value times a scale, which no"
-    with pytest.raises(UnsupportedError, match=error):
-        from_pretrained(path, quantize="keep")
-    with pytest.raises(UnsupportedError, match=error):
-        plan_load(path, quantize="keep", max_length=16, max_sequences=1)
+
+
+@pytest.mark.parametrize(("kind", "format"), [("Q4_1", "int4"), ("Q5_1", "int8")])
+def test_blocks_with_a_least_number_are_held_as_shifted_weights(
+    kind: str, format: str, tmp_path: Path, cache: Path
+) -> None:
+    """Their logits are those of plain weights: as arrays, packed, from the packed file and over two devices."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    peer = Peer("Llama", {**sizes, "num_hidden_layers": 2, "vocab_size": 64}).save(tmp_path / "plain")
+    path = write(tmp_path / "a.gguf", "llama", peer, {"add_rope_dimension_count": 16}, kind)
+    tokens = jnp.arange(12)[None] * 5 % 64
+
+    def logits(model: Decoder) -> np.ndarray:
+        return np.asarray(jax.jit(lambda model, tokens: model.logits(model(tokens)))(model, tokens))
+
+    expected = logits(from_pretrained(path, dtype=jnp.float32))
+    held = from_pretrained(path, dtype=jnp.float32, quantize="keep")
+    weights = {name: value for name, *_, value in named_parameters(held) if isinstance(value, ShiftedWeight)}
+    assert {"query", "key", "value", "output", "gate", "up", "down"} == weights.keys()
+    assert {(value.tensor.format, value.tensor.block_size) for value in weights.values()} == {(format, 32)}
+    bound = 2e-5 * np.abs(expected).max()
+    np.testing.assert_allclose(logits(held), expected, rtol=0, atol=bound)
+    with pytest.raises(ShapeError, match="parameter `query` is a ShiftedWeight; save the model that it came from"):
+        save_pretrained(held, tmp_path / "again")
+
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Explicit,))
+    rules = {"heads": "tensor", "kv_heads": "tensor", "mlp": None}
+    with jax.set_mesh(mesh):
+        split = from_pretrained(path, dtype=jnp.float32, quantize="keep", mesh=mesh, rules=rules)
+        np.testing.assert_allclose(logits(split), expected, rtol=0, atol=bound)
+
+    rounded = 0.06 * np.abs(expected).max()  # activations have 8 bits next to packed weights
+    options: dict[str, Any] = {"quantize": "keep", "max_length": 32, "max_sequences": 1, "dtype": "float32"}
+    load = plan_load(path, **options, keep_packed=True)
+    arrays = [load._decoder(model_directory(path), load.config, None, lambda _: None) for _ in range(2)]
+    assert any(cache.rglob("weights.bin"))
+    for model in arrays:
+        np.testing.assert_allclose(logits(model), expected, rtol=0, atol=rounded)
+    for one, other in zip(*(jax.tree.leaves(nnx.state(model)) for model in arrays), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert load.weights == sum(x.nbytes for x in jax.tree.leaves(arrays[0]))
+    assert load.weights < plan_load(path, **{**options, "quantize": None}).weights
+
+
+def test_experts_with_shifts_give_the_products_of_what_they_stand_for() -> None:
+    """Three experts, one without rows, of 40 inputs in blocks of 16: the last one is short. Packed, too."""
+    draw = np.random.default_rng(0)
+    values = draw.integers(-8, 8, (3, 40, 24)).astype(np.int8)
+    scales, shifts = (draw.normal(size=(3, 3, 24)).astype(np.float32) for _ in range(2))
+    weight = ShiftedWeight(QTensor(jnp.asarray(values), jnp.asarray(scales), "int8", -2, 16), jnp.asarray(shifts))
+    packed = ShiftedWeight(pack_weight(weight.tensor, activations="exact"), weight.shifts)
+    rows, sizes = draw.normal(size=(9, 40)).astype(np.float32), np.array([4, 0, 5])
+    wide = np.asarray(weight.dequantize(), np.float64)
+    block = np.arange(40) // 16
+    np.testing.assert_allclose(wide, values * scales[:, block] + shifts[:, block], rtol=1e-6)
+    expected = np.concatenate([part @ matrix for part, matrix in zip(np.split(rows, [4, 4]), wide)])
+    for form in (weight, packed):
+        found = form.grouped(jnp.asarray(rows), jnp.asarray(sizes))
+        np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
+        one = jax.tree.map(lambda x: x[2], form)
+        np.testing.assert_allclose(jnp.asarray(rows) @ one, rows @ wide[2], atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.long
+def test_a_real_file_of_q4_k_is_held_in_its_own_numbers() -> None:
+    """Gemma 3 270M: rows of 640 numbers, which blocks of 256 do not divide, are in other types of blocks."""
+    path = world.gguf(world.GEMMA3_GGUF)
+    tokens = jnp.array([read_tokenizer(path).encode("The capital of France is Paris, and that of Germany is")])
+
+    def logits(model: Decoder) -> np.ndarray:
+        return np.asarray(jax.jit(lambda model, tokens: model.logits(model(tokens)))(model, tokens))
+
+    expected, held = (from_pretrained(path, dtype=jnp.float32, quantize=how) for how in (None, "keep"))
+    forms = [type(value).__name__ for _, entry, _, value in named_parameters(held) if entry.matrix]
+    assert forms.count("ShiftedWeight") == 27 and forms.count("QTensor") == 99
+    wide, found = logits(expected), logits(held)
+    assert np.abs(found - wide).max() <= 2e-5 * np.abs(wide).max()
+    assert (logits(pack_weights(held)).argmax(-1) == wide.argmax(-1)).all()
+    sizes = [plan_load(path, quantize=how, max_length=256, max_sequences=1).weights for how in ("keep", None)]
+    assert sizes[0] < 0.83 * sizes[1]  # the embedding has two thirds of the parameters
 
 
 @pytest.mark.long

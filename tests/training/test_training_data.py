@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from test_training import small_values
 from vishwamai.cli import main
 from vishwamai.core.errors import ConfigError
 from vishwamai.training import bounded
-from vishwamai.training.config import EvaluationSection, SourceSection
+from vishwamai.training.config import DpoSection, EvaluationSection, SourceSection
 from vishwamai.training.config_file import from_dict
 from vishwamai.training.data import held_out_batches, prepare, training_batches
 from vishwamai.training.packing import IGNORED, plan_rows, row
-from vishwamai.training.sources import Bad, documents, files
+from vishwamai.training.sources import Bad, Chat, Completion, Pair, documents, files, pairs
 
 
 def corpus_of(folder, texts, **data):
@@ -330,13 +331,132 @@ def test_formats_by_suffix(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-12])
     *_, bad = documents(SourceSection(paths=(str(tmp_path / "cut.jsonl.gz"),)))
     assert isinstance(bad, Bad) and "cut.jsonl.gz" in str(bad)
-    for name in ("a.csv", "a.tsv", "a.zip"):
+    for name in ("a.xlsx", "a.bz2", "a.zip"):
         (tmp_path / name).write_text("text\none\n")
         with pytest.raises(ConfigError, match=rf"{name}, which format=auto does not read .* reads text, \.jsonl"):
             list(documents(SourceSection(paths=(str(tmp_path / name),))))
     unread = [str(b) for b in documents(SourceSection(paths=(str(tmp_path),))) if isinstance(b, Bad)]
     assert sum("format=auto does not read" in text for text in unread) == 3  # in a directory they are counted
-    assert list(documents(SourceSection(paths=(str(tmp_path / "a.csv"),), format="text"))) == ["text\none\n"]
+    assert list(documents(SourceSection(paths=(str(tmp_path / "a.bz2"),), format="text"))) == ["text\none\n"]
+
+
+def test_csv(tmp_path):
+    import gzip
+
+    read = lambda name, **options: list(documents(SourceSection(paths=(str(tmp_path / name),), **options)))  # noqa: E731
+    rows = '\ufefftext,n\r\n"one, ""two""\r\nthree",1\r\n\r\nfour\r\n,2\r\nfive,3'
+    (tmp_path / "a.csv").write_bytes(rows.encode())
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(rows.encode()))
+    (tmp_path / "a.tsv").write_text("n\ttext\n1\tone, two\n")
+    for name in ("a.csv", "a.csv.gz"):
+        first, short, empty, last = read(name)
+        assert (first, last) == ('one, "two"\r\nthree', "five")
+        assert "a.csv" in str(short) and ":3: 1 cells, but the first row names 2" in str(short)
+        assert ":4: column 'text' holds neither" in str(empty)
+    assert read("a.tsv") == ["one, two"]
+    (tmp_path / "big.csv").write_text("text\nsmall\n" + "a" * (2 << 20) + "\nlast\n")
+    small, bad = read("big.csv", max_record_mib=1)
+    assert small == "small" and "more than 1 MiB" in str(bad) and "after record 1" in str(bad)
+    (tmp_path / "pairs.csv").write_text("prompt,chosen,rejected\na,b,c\n")
+    assert list(pairs(SourceSection(paths=(str(tmp_path / "pairs.csv"),)), DpoSection())) == [Pair("a", "b", "c")]
+
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes?"}]
+ROWS = {  # rows of published datasets and their documents
+    "messages": ({"messages": [USER, ANSWER], "text": None}, None),
+    "chat": ({"messages": [USER, ANSWER], "id": 1}, Chat([USER, ANSWER])),
+    "tools": ({"messages": [USER, ANSWER], "tools": '[{"name": "f"}]'}, Chat([USER, ANSWER], [{"name": "f"}])),
+    "ShareGPT": ({"conversations": SHARED}, Chat([USER, ANSWER])),
+    "ShareGPT with a system text": (
+        {"conversations": SHARED, "system": "s"}, Chat([{"role": "system", "content": "s"}, USER, ANSWER])
+    ),
+    "ShareGPT with a call": (
+        {"conversations": [*SHARED[:1], {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+                           {"from": "observation", "value": "1"}, SHARED[1]]},
+        Chat([USER, ANSWER | {"content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "1"}, ANSWER]),
+    ),
+    "ShareGPT with a broken call": ({"conversations": [*SHARED, {"from": "function_call", "value": "f()"}]}, None),
+    "Alpaca": ({"instruction": "hi", "input": "", "output": "yes?"}, Chat([USER, ANSWER])),
+    "Alpaca without an output": ({"instruction": "hi", "input": "", "output": ""}, None),
+    "completion": ({"prompt": "1 + 1 =", "completion": " 2"}, Completion("1 + 1 =", " 2")),
+    "completion of a chat": ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+                             Chat([USER, ANSWER, USER, ANSWER], answers=1)),
+    "prompt alone": ({"prompt": "a"}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_published_datasets(tmp_path, kind, name):
+    row, expected = ROWS[name]
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    else:
+        path.write_text(json.dumps([row] if kind == "json" else row))
+    (document,) = documents(SourceSection(paths=(str(path),)))
+    assert isinstance(document, Bad) if expected is None else document == expected
+
+
+def test_the_completion_alone_counts(tmp_path):
+    """Of a text, what follows the prompt; of a chat, the last turns."""
+    (tmp_path / "a.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    for record, expected in (
+        ({"prompt": "What is two?", "completion": " 2."}, " 2.<|endoftext|>"),
+        ({"prompt": [USER, ANSWER, USER], "completion": [{"role": "assistant", "content": "no"}]},
+         "no\n<|endoftext|>"),
+    ):  # fmt: skip
+        data = lines_of(tmp_path / "a.jsonl", [record]) | {
+            "packing": "best_fit",
+            "chat_template": str(tmp_path / "a.jinja"),
+        }
+        del data["sources"][0]["column"]
+        config = from_dict({"data": data, "tokenizer": {"vocab_size": 257}})
+        folder = tmp_path / expected[:2].strip()
+        batch = prepare(config, folder).training[0][0]
+        counted = batch["labels"][batch["labels"] != IGNORED]
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        assert tokenizer.decode(counted.tolist(), skip_special_tokens=False).endswith(expected)
+        assert "What" not in tokenizer.decode(counted.tolist()) and "yes" not in tokenizer.decode(counted.tolist())
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"prompt": "hi", "chosen": ANSWER, "rejected": ANSWER}, Chat([USER, ANSWER])),
+        ({"prompt": SHARED[:1], "chosen": SHARED[1], "rejected": SHARED[1]}, Chat([USER, ANSWER])),
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: bad"}, " b"),
+        ({"chosen": [ANSWER], "rejected": [ANSWER]}, None),
+        ({"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": SHARED[1]}, None),
+        ({"chosen": "one", "rejected": "other"}, None),
+    ],
+)
+def test_pairs_of_published_datasets(tmp_path, row, expected):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (pair,) = pairs(SourceSection(paths=(str(tmp_path / "a.jsonl"),)), DpoSection())
+    if expected is None:
+        assert isinstance(pair, Bad) and "column 'prompt'" in str(pair)
+    else:
+        assert isinstance(pair, Pair) and pair.chosen == expected
+
+
+def test_files_of_arrow_and_marks_of_utf8(tmp_path):
+    """`datasets` writes Arrow's stream; pyarrow and polars write its file format, too."""
+    import pyarrow
+
+    batch = pyarrow.record_batch({"text": ["one", "two"]})
+    for name, writer in (("stream", pyarrow.ipc.new_stream), ("file", pyarrow.ipc.new_file)):
+        path = tmp_path / f"{name}.arrow"
+        with pyarrow.OSFile(str(path), "wb") as sink, writer(sink, batch.schema) as table:
+            table.write_batch(batch)
+        assert list(documents(SourceSection(paths=(str(path),)))) == ["one", "two"]
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+    assert list(documents(SourceSection(paths=(str(tmp_path / "a.txt"),)))) == ["one"]
 
 
 def test_one_bad_record_loses_no_other(tmp_path):

@@ -7,6 +7,7 @@ from flax import nnx
 
 import rotation
 import vishwamai
+import world
 from published import write
 from test_training import LLAMA, MIXTRAL, small, tensors
 from test_training_mesh import assert_equal_runs, settings
@@ -15,6 +16,7 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.models import Decoder, ModelConfig, from_pretrained, read_config, save_pretrained
 from vishwamai.models.adapters import read_adapter
 from vishwamai.models.checkpoint import quantized
+from vishwamai.models.gguf import model_directory
 from vishwamai.training.config import LoraSection, MeshSection
 from vishwamai.training.job import make_job
 from vishwamai.training.lora import initial_adapters
@@ -245,4 +247,14 @@ def test_weights_that_cannot_be_kept_are_named_before_the_data(tmp_path):
     save_file(ours, published / "model.safetensors")
     with pytest.raises(ConfigError, match=r"would stack up of layers that differ \(int8 in layer 0, a plain array in"):
         next(train(adapting(tmp_path, str(published), **keep, remat="full"), tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_shifts_of_a_gguf_file_are_declined_before_the_data(tmp_path):
+    start_from = str(model_directory(world.gguf(world.SMOLLM2_GGUF), weights=True))
+    config = adapting(tmp_path, start_from, lora={"quantize": "keep"}, evaluation={})
+    with pytest.raises(
+        ConfigError, match=r"quantize=keep holds \w+ as int4 in blocks of 32 with shifts, which serving"
+    ):
+        next(train(config, tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -52,6 +52,7 @@ def weight_bytes(
       ShapeError: as `mesh.serving_rules`, or a mesh axis cuts through blocks that share a scale.
       UnsupportedError: as `from_pretrained`.
     """
+    from vishwamai.models.shifted_weight import ShiftedWeight
     from vishwamai.models.storage import HEAD, KEEP, KEEP_PACKED, QUANTIZATIONS, Storage, parameter_sharding
 
     on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
@@ -91,6 +92,8 @@ def weight_bytes(
                 lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype), weight, split
             )
             weight = stored.tensor(*jax.tree.leaves(shapes))
+        if isinstance(weight, ShiftedWeight):
+            total, weight = total + 4 * weight.shifts.size, weight.tensor
         packs = not on_cpu or (mesh is None and has_kernel(weight.format, weight.block_size))
         total += _packed_bytes(weight, on_cpu) if packs else _unpacked_bytes(weight)
     return total

@@ -122,6 +122,7 @@ def place_model(model: Decoder, mesh: Mesh) -> Decoder:
       ShapeError: as `serving_rules`, or the mesh's axes are not explicit.
       UnsupportedError: weights are packed, and not on the mesh.
     """
+    from vishwamai.models.shifted_weight import ShiftedWeight
     from vishwamai.models.storage import Storage, parameter_sharding
     from vishwamai.models.variables import parameter_variables
 
@@ -137,8 +138,8 @@ def place_model(model: Decoder, mesh: Mesh) -> Decoder:
         if all(getattr(leaf.sharding, "mesh", None) == mesh for leaf in jax.tree.leaves(value)):
             continue
         place = mesh, rules, parameter, len(layers or (0,)), name, "Engine"
-        if isinstance(value, QTensor):
-            split = Storage(value.format, value.block_size).shardings(*place)
+        if isinstance(value, QTensor) or (isinstance(value, ShiftedWeight) and isinstance(value.weight, QTensor)):
+            split = Storage.of(value).shardings(*place)
             variable.set_value(jax.tree.map(jax.device_put, value, split))
             continue
         if not isinstance(value, jax.Array):

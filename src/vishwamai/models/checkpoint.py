@@ -28,6 +28,7 @@ from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, parameter_path
 from vishwamai.models.published import Computed, Decoded, Index, decode_index
 from vishwamai.models.published.files import is_quantized, quantization
 from vishwamai.models.shards import Stored, read_index
+from vishwamai.models.shifted_weight import ShiftedWeight
 from vishwamai.models.storage import KEEP, KEEP_PACKED, QUANTIZATIONS, Storage, parameter_sharding
 from vishwamai.models.tensors import Piece, piece, single_experts
 from vishwamai.models.text_part import text_tensors
@@ -280,17 +281,18 @@ def _find(
 
 
 def _read_quantized(
-    storage: Storage, parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], split: QTensor | None
-) -> QTensor:
-    """The weight in the numbers of its file: values and scales are read like parameters of their own."""
+    storage: Storage, parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], split: Any
+) -> QTensor | ShiftedWeight:
+    """The weight in the numbers of its file: its parts are read like parameters of their own."""
     parts = [[tensor.quantized_parts() for tensor in group] for group in stored]
-    values, scales = ([[pair[part] for pair in group] for group in parts] for part in (0, 1))
-    kinds, entries = storage.shapes(parameter), storage.parts(parameter)
-    places = (None, None) if split is None else (split.values, split.scales)
-    return storage.tensor(
-        _read(entries[0], pieces, values, kinds.values.dtype, places[0]),
-        _read(entries[1], pieces, scales, kinds.scales.dtype, places[1]),
-    )
+    entries, kinds = storage.parts(parameter), jax.tree.leaves(storage.shapes(parameter))
+    places = [None] * len(entries) if split is None else jax.tree.leaves(split)
+
+    def read(part: int) -> jax.Array:
+        tensors = [[weight[part] for weight in group] for group in parts]
+        return _read(entries[part], pieces, tensors, kinds[part].dtype, places[part])
+
+    return storage.tensor(*map(read, range(len(entries))))
 
 
 def replace_products(model: Decoder, layer: int, tensors: Mapping[str, Computed]) -> None:

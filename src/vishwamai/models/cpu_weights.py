@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.packed_qtensor import has_kernel
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.periods import segments
+from vishwamai.models.shifted_weight import ShiftedWeight
 from vishwamai.models.storage import HEAD
 from vishwamai.ops.matmul.packed_weight import DTYPES, pack_weight
 from vishwamai.ops.quantization import quantize
@@ -43,7 +45,7 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
         for name, parameter in kind.parameters(model.config).items():
             variable = getattr(layer, name)
             if parameter.matrix and _packable(variable.get_value(), model.dtype, len(parameter.shape)):
-                variable.set_value(jax.block_until_ready(pack_weight(variable.get_value())))
+                variable.set_value(jax.block_until_ready(_packed(variable.get_value())))
     if quantize_head:
         variable = model.embed if model.config.tie_embeddings else model.head
         table = jax.jit(lambda x: quantize(x, HEAD.format, axis=-1, block_size=HEAD.block_size))(model.head_weight())
@@ -51,8 +53,16 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
     return model
 
 
+def _packed(value: Any) -> Any:
+    if isinstance(value, ShiftedWeight):
+        return dataclasses.replace(value, weight=_packed(value.weight))
+    return pack_weight(value)
+
+
 def _packable(value: Any, dtype: Any, ndim: int) -> bool:
     """Whether there is a kernel for the packed weight; `ndim` is what it has where layers are not stacked."""
+    if isinstance(value, ShiftedWeight):
+        return _packable(value.weight, dtype, ndim)
     if isinstance(value, QTensor):
         return has_kernel(value.format, value.block_size) and value.ndim == ndim
     return isinstance(value, jax.Array) and value.ndim == 2 and value.dtype == dtype and dtype.name in DTYPES

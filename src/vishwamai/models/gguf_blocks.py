@@ -84,7 +84,7 @@ def _q8_0(blocks: Bytes) -> np.ndarray:
     return _half(blocks, 0) * blocks[:, 2:].view(np.int8)
 
 
-def _scales_and_minima(blocks: Bytes) -> tuple[np.ndarray, np.ndarray]:
+def scales_and_minima(blocks: Bytes) -> tuple[np.ndarray, np.ndarray]:
     """Of the eight parts of a block of 256, 6 bits each in 12 bytes after two halves, `[blocks, 8, 1]`."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=-1)
@@ -98,12 +98,12 @@ def _parts(blocks: Bytes) -> np.ndarray:
 
 
 def _q4_k(blocks: Bytes) -> np.ndarray:
-    scales, minima = _scales_and_minima(blocks)
+    scales, minima = scales_and_minima(blocks)
     return (scales * _parts(blocks[:, 16:]) - minima).reshape(-1, 256)
 
 
 def _q5_k(blocks: Bytes) -> np.ndarray:
-    scales, minima = _scales_and_minima(blocks)
+    scales, minima = scales_and_minima(blocks)
     bits = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
     return (scales * (_parts(blocks[:, 48:]) | (bits << 4)) - minima).reshape(-1, 256)
 

@@ -1,13 +1,13 @@
 """Weights of GGUF files in their own numbers: values and scales of blocks, as a `QTensor` has them.
 
-Blocks with a scale alone are: Q4_0, Q5_0, Q8_0, Q6_K and MXFP4. Those of Q4_1, Q5_1, Q4_K and Q5_K add a least number
-to each block, which a `QTensor` does not have.
+Blocks of Q4_1, Q5_1, Q4_K and Q5_K add a least number to unsigned values. They are held as a `ShiftedWeight`, with
+values around 0, which the kernels read and which a product rounds less: `d * q + m = d * (q - z) + (m + d * z)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vishwamai.models.shards import Stored
 
 Bytes = np.ndarray
+Parts = tuple[np.ndarray, ...]
+"""Values, scales, and shifts where there are any."""
 
 
 def _unit(blocks: Bytes) -> Bytes:
@@ -40,6 +42,36 @@ def _scaled_by_half(decode: Callable[[Bytes], np.ndarray]) -> Callable[[Bytes], 
     return parts
 
 
+def _around(zero: int, decode: Callable[[Bytes], np.ndarray], blocks: Bytes, d: np.ndarray, m: np.ndarray) -> Parts:
+    """Of blocks whose unsigned values are what `decode` gives, less `zero`."""
+    return (decode(blocks) - zero).astype(np.int8), d, m + zero * d
+
+
+def _with_least(zero: int, number: int) -> Callable[[Bytes], Parts]:
+    """Of blocks that begin with a float16 scale and a float16 number to add."""
+
+    def parts(blocks: Bytes) -> Parts:
+        halves = np.ascontiguousarray(blocks[:, :4]).view(np.float16).astype(np.float32)
+        plain = _unit(blocks)
+        plain[:, 2:4] = 0
+        return _around(zero, gguf_blocks.BLOCK_TYPES[number].decode, plain, halves[:, :1], halves[:, 1:])
+
+    return parts
+
+
+def _of_256(zero: int, number: int) -> Callable[[Bytes], Parts]:
+    """Of blocks of eight parts, with scales and numbers to subtract in 6 bits."""
+
+    def parts(blocks: Bytes) -> Parts:
+        scales, minima = (x[..., 0] for x in gguf_blocks.scales_and_minima(blocks))
+        plain = _unit(blocks)
+        plain[:, 2:4] = 0
+        plain[:, 4:16] = [1] * 4 + [0] * 4 + [1] * 4  # scales of 1, and minima of 0
+        return _around(zero, gguf_blocks.BLOCK_TYPES[number].decode, plain, scales, -minima)
+
+    return parts
+
+
 def _q6_k(blocks: Bytes) -> tuple[np.ndarray, np.ndarray]:
     scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
     half = np.ascontiguousarray(blocks[:, 208:210]).view(np.float16).astype(np.float32)
@@ -54,26 +86,30 @@ def _mxfp4(blocks: Bytes) -> tuple[np.ndarray, np.ndarray]:
     return codes.view(ml_dtypes.float4_e2m1fn), blocks[:, :1]
 
 
-_FORMS: Mapping[str, tuple[Storage, Callable[[Bytes], tuple[np.ndarray, np.ndarray]]]] = {
+_FORMS: Mapping[str, tuple[Storage, Callable[[Bytes], Parts]]] = {
     "Q4_0": (Storage("int4", 32), _scaled_by_half(gguf_blocks.BLOCK_TYPES[2].decode)),
+    "Q4_1": (Storage("int4", 32, True), _with_least(8, 3)),
+    "Q4_K": (Storage("int4", 32, True), _of_256(8, 12)),
+    "Q5_1": (Storage("int8", 32, True), _with_least(16, 7)),
+    "Q5_K": (Storage("int8", 32, True), _of_256(16, 13)),
     "Q5_0": (Storage("int8", 32), _scaled_by_half(gguf_blocks.BLOCK_TYPES[6].decode)),
     "Q8_0": (Storage("int8", 32), _scaled_by_half(gguf_blocks.BLOCK_TYPES[8].decode)),
     "Q6_K": (Storage("int8", 16), _q6_k),
     "MXFP4": (Storage("mxfp4", 32), _mxfp4),
 }
-"""By ggml's name of a type: the `QTensor`, and the values and scales of blocks."""
+"""By ggml's name of a type: how it is held, and the parts of blocks."""
 
 
 def block_weights(index: Mapping[str, Stored | BlockTensor | Decoded]) -> Index:
-    """The tensors of a GGUF file, those of blocks as values and scales."""
-    return {name: _weight(tensor) if isinstance(tensor, BlockTensor) else tensor for name, tensor in index.items()}
+    """The tensors of a GGUF file, those of blocks as values and scales; those of plain numbers stay."""
+
+    def parts(tensor: Stored | BlockTensor | Decoded) -> Any:
+        return _weight(tensor) if isinstance(tensor, BlockTensor) and tensor.kind.name in _FORMS else tensor
+
+    return {name: parts(tensor) for name, tensor in index.items()}
 
 
 def _weight(tensor: BlockTensor) -> Decoded:
-    rows = (*tensor.shape[:-1], 1)
-    if tensor.kind.name not in _FORMS:
-        ones = Computed(tensor.path, rows, lambda: np.ones(rows, np.float32))
-        return Decoded(tensor, ones, f"is in {tensor.kind.name}, whose numbers are not a value times a scale")
     storage, split = _FORMS[tensor.kind.name]
     blocks = (*tensor.shape[:-1], tensor.shape[-1] // (storage.block_size or 1))
 
@@ -84,4 +120,5 @@ def _weight(tensor: BlockTensor) -> Decoded:
 
         return Computed(tensor.path, shape, compute)
 
-    return Decoded(part(0, tensor.shape), part(1, blocks), storage)
+    shifts = part(2, blocks) if storage.shifted else None
+    return Decoded(part(0, tensor.shape), part(1, blocks), storage, shifts=shifts)

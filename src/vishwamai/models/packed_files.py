@@ -30,6 +30,7 @@ from vishwamai.core.quantized.packed_qtensor import PackedQTensor
 from vishwamai.models.config import read_config
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.parameters import Parameter, parameter_path
+from vishwamai.models.shifted_weight import ShiftedWeight
 from vishwamai.models.variables import parameter_variables
 from vishwamai.ops.matmul.packed_weight import DTYPES, PackedWeight, order
 
@@ -76,10 +77,12 @@ def _read(checkpoint: Path, form: Form) -> Decoder:
         del parameter
         entry = index["parameters"][parameter_path(name, None if layers is None else layers[0])]
         arrays = {field: array(value) for field, value in entry["arrays"].items()}
+        shifts = arrays.pop("shifts", None)
         if entry["kind"] is None:
             return arrays["values"]
         meta = {field: tuple(v) if isinstance(v, list) else v for field, v in entry["meta"].items()}
-        return _KINDS[entry["kind"]](**arrays, **meta)
+        weight = _KINDS[entry["kind"]](**arrays, **meta)
+        return weight if shifts is None else ShiftedWeight(weight, shifts)
 
     return Decoder(read_config(checkpoint), dtype=form.dtype, param_dtype=form.dtype, make=make)
 
@@ -94,11 +97,13 @@ def write_packed(model: Decoder, checkpoint: Path, form: Form) -> Path:
     """
     parameters, arrays, end = {}, [], 0
     for name, _, layers, variable in parameter_variables(model):
-        value, kind, meta, entries = variable.get_value(), None, {}, {}
+        value, kind, meta, entries, shifts = variable.get_value(), None, {}, {}, {}
+        if isinstance(value, ShiftedWeight):
+            value, shifts = value.weight, {"shifts": value.shifts}
         fields = {"values": value}
         if type(value).__name__ in _KINDS:
             kind, fields = type(value).__name__, {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        for field, part in fields.items():
+        for field, part in (fields | shifts).items():
             if not isinstance(part, jax.Array):
                 meta[field] = part
                 continue

@@ -1,5 +1,5 @@
-"""How the weight of a product is held quantized: a `QTensor` whose scales are shared along its axis -2; its parts as
-entries of the parameters' tables, and where they lie on a mesh.
+"""How the weight of a product is held quantized: a `QTensor` whose scales are shared along its axis -2, or one whose
+blocks are shifted too; its parts as entries of the parameters' tables, and where they lie on a mesh.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import FORMATS, ZERO_FORMATS, QTensor
 from vishwamai.models.parameters import Parameter
+from vishwamai.models.shifted_weight import ShiftedWeight
 from vishwamai.ops.quantization import quantize
 from vishwamai.ops.quantization.search import searched
 from vishwamai.parallel import LogicalRules
@@ -31,7 +32,8 @@ weights may be, and not int8.
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """A format of `QTensor`, and the neighbours along axis -2 that share a scale (None: all of them).
+    """A format of `QTensor`, the neighbours along axis -2 that share a scale (None: all of them), and whether they
+    share a shift as well (`ShiftedWeight`).
 
     >>> print(Storage("int4", 32))
     int4 in blocks of 32
@@ -39,29 +41,38 @@ class Storage:
 
     format: str
     block_size: int | None = None
+    shifted: bool = False
 
     def __str__(self) -> str:
-        return self.format if self.block_size is None else f"{self.format} in blocks of {self.block_size}"
+        if self.block_size is None:
+            return self.format
+        return f"{self.format} in blocks of {self.block_size}{' with shifts' if self.shifted else ''}"
 
-    def parts(self, parameter: Parameter) -> tuple[Parameter, Parameter]:
-        """The entries of the values and of the scales; the axis that shares one scale is never split."""
+    @classmethod
+    def of(cls, weight: QTensor | ShiftedWeight) -> Storage:
+        """How a weight is held that is not packed."""
+        if isinstance(weight, ShiftedWeight):
+            return dataclasses.replace(cls.of(weight.tensor), shifted=True)
+        return cls(weight.format, weight.block_size)
+
+    def parts(self, parameter: Parameter) -> tuple[Parameter, ...]:
+        """The entries of the values, of the scales and of the shifts; the axis that shares one scale is never split."""
         *lead, rows, columns = parameter.shape
         blocks = 1 if self.block_size is None else -(-rows // self.block_size)
         axes = parameter.axes if self.block_size else (*parameter.axes[:-2], None, parameter.axes[-1])
-        return parameter, dataclasses.replace(parameter, shape=(*lead, blocks, columns), axes=axes)
+        of_blocks = dataclasses.replace(parameter, shape=(*lead, blocks, columns), axes=axes)
+        return (parameter, of_blocks, *[of_blocks] * self.shifted)
 
-    def tensor(self, values: Any, scales: Any) -> QTensor:
+    def tensor(self, values: Any, scales: Any, shifts: Any = None) -> QTensor | ShiftedWeight:
         """The weight of its parts, which may be shapes or shardings."""
-        return QTensor(values, scales, self.format, -2, self.block_size)
+        weight = QTensor(values, scales, self.format, -2, self.block_size)
+        return ShiftedWeight(weight, shifts) if self.shifted else weight
 
-    def shapes(self, parameter: Parameter) -> QTensor:
+    def shapes(self, parameter: Parameter) -> QTensor | ShiftedWeight:
         """The shapes of the parts."""
-        of_values, of_scales = self.parts(parameter)
         form = (FORMATS | ZERO_FORMATS)[self.format]
-        return self.tensor(
-            jax.ShapeDtypeStruct(of_values.shape, form.dtype),
-            jax.ShapeDtypeStruct(of_scales.shape, form.scale_dtype),
-        )
+        dtypes = (form.dtype, form.scale_dtype, "float32")
+        return self.tensor(*(jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(self.parts(parameter), dtypes)))
 
     def shardings(
         self,
@@ -71,13 +82,13 @@ class Storage:
         layers: int,
         where: str,
         function: str = "from_pretrained",
-    ) -> QTensor:
-        """Where values and scales lie, split by the same rules; the arguments are those of `parameter_sharding`.
+    ) -> QTensor | ShiftedWeight:
+        """Where the parts lie, split by the same rules; the arguments are those of `parameter_sharding`.
 
         Raises:
           ShapeError: as `parameter_sharding`, or a mesh axis cuts through blocks; the text names the parameter.
         """
-        of_values, of_scales = self.parts(parameter)
+        of_values, *of_blocks = self.parts(parameter)
         values = parameter_sharding(mesh, rules, of_values, layers, where, function)
         rows, name = parameter.shape[-2], parameter.axes[-2]
         parts = math.prod(mesh.shape[axis] for axis in (() if name is None else rules[name]))
@@ -87,9 +98,10 @@ class Storage:
                 f"the mesh splits them into {parts} parts of {rows // parts}; choose a mesh whose parts are multiples "
                 f"of {self.block_size}, map {name!r} to None, or leave the weights unquantized (quantize=None)."
             )
-        return self.tensor(values, parameter_sharding(mesh, rules, of_scales, layers, f"{where} (scales)", function))
+        places = (parameter_sharding(mesh, rules, x, layers, f"{where} (scales)", function) for x in of_blocks)
+        return self.tensor(values, *places)
 
-    def quantize(self, value: jax.Array, shardings: QTensor | None = None) -> QTensor:
+    def quantize(self, value: jax.Array, shardings: QTensor | ShiftedWeight | None = None) -> QTensor:
         """A weight `[..., in, out]` rounded to the format.
 
         Args:

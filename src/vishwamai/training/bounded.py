@@ -70,10 +70,10 @@ _GROUP = 1 << 30
 
 
 def arrow_batches(path: Path, most: int) -> Iterator[Any]:
-    """The batches of a stream of Arrow, whose offsets are checked before a value is read.
+    """The batches of a file of Arrow, whose offsets are checked before a value is read.
 
     Args:
-      path: file of Arrow's stream format.
+      path: file of Arrow's stream format, or of its file format, which holds a stream behind its mark.
       most: bytes that a batch may take when its buffers are decompressed.
 
     Raises:
@@ -82,12 +82,14 @@ def arrow_batches(path: Path, most: int) -> Iterator[Any]:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as data:
+        begin = 8 if data.read(6) == b"ARROW1" else 0
+        data.seek(begin)
         for message in pyarrow.ipc.MessageReader.open_stream(data):
             if message.type in ("record batch", "dictionary"):
                 total = _decompressed(message)
                 if total > max(most, _GROUP):
                     raise ValueError(f"a batch of {total} bytes takes more than {limit(max(most, _GROUP))}")
-        data.seek(0)
+        data.seek(begin)
         for batch in pyarrow.ipc.open_stream(data):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 _check(name, column)

@@ -282,6 +282,11 @@ def _check_blocks(config: TrainConfig, quantize: str, name: str, parameter: Para
     """No mesh axis that splits the rows of a weight for good may cut through rows that share scales."""
     if storage is None or storage.block_size is None:
         return
+    if storage.shifted:
+        raise ConfigError(
+            f"config: lora.quantize={quantize} holds {name} as {storage}, which serving alone computes with; set "
+            f"lora.quantize to one of {', '.join(QUANTIZATIONS)}, or null."
+        )
     for axis, names in UNGATHERED.items():
         size, rows = getattr(config.mesh, axis), parameter.shape[-2]
         if size > 1 and parameter.axes[-2] in names and rows % (size * storage.block_size):

@@ -89,8 +89,8 @@ class TokenizerSection(_Section):
 @dataclasses.dataclass(frozen=True)
 class SourceSection(_Section):
     paths: tuple[str, ...] = key(
-        "files, directories or glob patterns: text, .json, .jsonl (also .gz), .parquet, or a directory that `datasets` "
-        "saved; {stdlib} is the directory of Python's standard library",
+        "files, directories or glob patterns: text, .json, .jsonl, .csv (also .gz), .parquet, or a directory that "
+        "`datasets` saved; {stdlib} is the directory of Python's standard library",
         (),
     )
     dataset: str | None = key(
@@ -101,9 +101,13 @@ class SourceSection(_Section):
     streaming: bool = key("read the records of dataset while they arrive; false downloads all files first", True)
     max_records: Positive | None = key("records to read, unreadable ones among them; null: all", None)
     exclude: tuple[str, ...] = key("glob patterns of files to leave out", ())
-    format: Literal["auto", "text", "json", "jsonl", "parquet", "datasets"] = key("auto goes by the suffix", "auto")
+    format: Literal["auto", "text", "json", "jsonl", "csv", "parquet", "datasets"] = key(
+        "auto goes by the suffix", "auto"
+    )
     column: str = key(
-        "column of .jsonl, .parquet and `datasets` rows that holds the text, or the list of chat messages", "text"
+        "column that holds the text, or the list of chat messages; rows without a column `text` may have `messages`, "
+        "`conversations`, `prompt` and `completion`, or `instruction`, `input` and `output`",
+        "text",
     )
     tools: str = key("column of the tools that a row's chat may call: a list of JSON Schemas, or its JSON", "tools")
     weight: AboveZero = key("share of this source in the mixture, relative to the other sources", 1.0)

@@ -5,6 +5,7 @@ A record that cannot be read becomes an `Unreadable` with its reason; what makes
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import gzip
 import json
@@ -35,7 +36,7 @@ def _content(path: Path, most: int) -> bytes:
 
 def _text(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
     try:
-        text = _content(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+        text = _content(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         yield 0, Unreadable(f"not UTF-8: byte {error.start}")
         return
@@ -70,6 +71,31 @@ def _jsonl(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tu
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
                 yield number, Unreadable(f"not JSON: {error}")
+
+
+def _csv(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
+    """The rows behind the first, which names the columns; tabs divide them in a file of `.tsv`."""
+    csv.field_size_limit(most)
+    divider = "\t" if Path(path.stem if path.suffix == ".gz" else path).suffix.lower() == ".tsv" else ","
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as content:
+        lines = csv.reader(_decoded(content, most), delimiter=divider)
+        try:
+            names = next(lines, [])
+            for number, cells in enumerate(lines, 1):
+                if len(cells) == len(names):
+                    yield number, dict(zip(names, cells, strict=True))
+                elif cells:
+                    yield number, Unreadable(f"{len(cells)} cells, but the first row names {len(names)} columns")
+        except csv.Error as error:
+            raise ValueError(str(error)) from error
+
+
+def _decoded(content: Any, most: int) -> Iterator[str]:
+    """The lines of a file as texts, without the mark of UTF-8 at its beginning."""
+    for number, line in enumerate(bounded.lines(content, most)):
+        if line is None:
+            raise ValueError(f"a line takes more than {bounded.limit(most)}")
+        yield line.decode("utf-8" if number else "utf-8-sig")
 
 
 def _parquet(path: Path, columns: list[str], tools: str, most: int) -> Iterator[tuple[int, object]]:
@@ -118,5 +144,5 @@ def _row(batch: Any, index: int) -> Any:
         return Unreadable(f"not UTF-8: byte {error.start} of a column")
 
 
-READERS = {"text": _text, "json": _json, "jsonl": _jsonl, "parquet": _parquet, "datasets": _arrow}
+READERS = {"text": _text, "json": _json, "jsonl": _jsonl, "csv": _csv, "parquet": _parquet, "datasets": _arrow}
 """The reader of each format: of a path, the columns, the column of tools and the most bytes of a record."""

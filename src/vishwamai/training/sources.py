@@ -1,4 +1,4 @@
-"""Documents from files: text, JSON, JSONL, Parquet, each of the first three also in gzip, and directories that Hugging
+"""Documents from files: text, JSON, JSONL, CSV, Parquet, all but the last also in gzip, and directories that Hugging
 Face's `datasets` saved.
 
 A record that cannot be read is counted and named in `Bad`; none is dropped silently. What a file says of its sizes is
@@ -16,30 +16,17 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from vishwamai.core.errors import ConfigError
-from vishwamai.training import hub_data
+from vishwamai.training import hub_data, rows_of_chats
 from vishwamai.training.config import DpoSection, SourceSection
 from vishwamai.training.readers import READERS, Unreadable, present, rows
+from vishwamai.training.rows_of_chats import Chat, Completion, Document, messages_of
 
-
-@dataclasses.dataclass(frozen=True)
-class Chat:
-    """The messages of a chat (`role` and `content`), and the functions that the assistant may call.
-
-    Attributes:
-      messages: turns, in order.
-      tools: JSON Schemas of the functions, in the form of OpenAI's API; None for a chat without.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-
-
-Document = str | Chat
+__all__ = ["Bad", "Chat", "Completion", "Document", "Pair", "Place", "check_source", "documents", "files", "pairs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +34,8 @@ class Pair:
     """Two answers of which people preferred one: each the text after the prompt, or a chat that ends with it."""
 
     prompt: str
-    chosen: Document
-    rejected: Document
+    chosen: str | Chat
+    rejected: str | Chat
 
 
 Place = tuple[str, int]
@@ -61,6 +48,8 @@ _SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
     ".arrow": "datasets",
 }
@@ -68,7 +57,7 @@ _SUFFIXES = {
 
 _UNREAD = frozenset(
     (
-        ".csv .tsv .xls .xlsx .ods .zip .tar .tgz .zst .bz2 .xz .7z .avro .orc .feather .h5 .hdf5 .npy .npz .pkl .pt "
+        ".xls .xlsx .ods .zip .tar .tgz .zst .bz2 .xz .7z .avro .orc .feather .h5 .hdf5 .npy .npz .pkl .pt "
         ".bin .safetensors .gguf .db .sqlite .sqlite3 .msgpack .tfrecord .png .jpg .jpeg .gif .webp .pdf .docx .mp3 "
         ".wav .mp4"
     ).split()
@@ -168,7 +157,10 @@ def documents(source: SourceSection) -> Iterator[Document | Bad]:
 
 def placed_documents(source: SourceSection) -> Iterator[tuple[Place, Document | Bad]]:
     """The same with their places."""
-    yield from _records(source, [source.column], functools.partial(_document, column=source.column, tools=source.tools))
+    columns = [source.column]
+    if source.column == rows_of_chats.TEXT:
+        columns += rows_of_chats.COLUMNS
+    yield from _records(source, columns, functools.partial(_document, column=source.column, tools=source.tools))
 
 
 def pairs(source: SourceSection, columns: DpoSection) -> Iterator[Pair | Bad]:
@@ -207,7 +199,7 @@ def _file_records(source: SourceSection, columns: list[str], take: Read) -> Iter
         if kind is None:
             yield (str(path), 0), Bad(str(path), 0, _not_read(path))
             continue
-        if kind == "text" and len(columns) > 1:
+        if kind == "text" and columns[0] != source.column:
             reason = f"plain text has no columns {', '.join(columns)}; pass JSON, JSONL, Parquet or datasets"
             yield (str(path), 0), Bad(str(path), 0, reason)
             continue
@@ -229,16 +221,33 @@ def _is_data(path: Path, root: Path) -> bool:
 
 
 def _document(record: object, place: Place, column: str, tools: str) -> Document | Bad:
+    if isinstance(record, dict) and column == rows_of_chats.TEXT and column not in record:
+        offered = _offered(record, place, tools)
+        document = offered if isinstance(offered, Bad) else rows_of_chats.document(record, offered)
+        if document is not None:
+            return document
+    return _content(record, place, column, tools)
+
+
+def _content(record: object, place: Place, column: str, tools: str) -> str | Chat | Bad:
+    """The text or the chat of a column."""
     if not isinstance(record, dict) or column not in record:
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         return Bad(*place, f"no column {column!r}; it has {keys}")
     value = record[column]
     if isinstance(value, str) and value.strip():
         return value
-    if not _is_chat(value):
+    messages = messages_of(value)
+    if messages is None:
         return Bad(*place, f"column {column!r} holds neither text nor a list of messages")
+    offered = _offered(record, place, tools)
+    return offered if isinstance(offered, Bad) else Chat(messages, offered)
+
+
+def _offered(record: Mapping[str, object], place: Place, tools: str) -> list[dict[str, Any]] | None | Bad:
+    """The tools of a row, if it has some."""
     try:
-        return Chat(value, _tools(record.get(tools)))
+        return _tools(record.get(tools))
     except ValueError as error:
         return Bad(*place, f"column {tools!r} holds {error}; pass a list of JSON Schemas, or its JSON text")
 
@@ -260,39 +269,38 @@ def _tools(value: object) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _is_chat(value: object) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether a value is messages: each has a role, and a content or calls of functions."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(m, dict) and "role" in m and ("content" in m or "tool_calls" in m) for m in value)
-    )
-
-
 def _pair(record: Any, place: Place, columns: DpoSection, tools: str) -> Pair | Bad:
-    answers: list[Document] = []
+    answers: list[str | Chat] = []
     for column in (columns.chosen, columns.rejected):
-        content = _document(record, place, column, tools)
+        content = _content(record, place, column, tools)
         if isinstance(content, Bad):
             return content
         answers.append(content)
     chosen, rejected = answers
     prompt = record.get(columns.prompt) or ""
+    if not isinstance(prompt, str):
+        prompt = messages_of(prompt)
+        if prompt is None:
+            return Bad(*place, f"column {columns.prompt!r} holds neither text nor a list of messages")
     if isinstance(chosen, str) != isinstance(rejected, str):
         return Bad(*place, f"columns {columns.chosen!r} and {columns.rejected!r} hold text and messages")
-    if not isinstance(prompt, str) and not _is_chat(prompt):
-        return Bad(*place, f"column {columns.prompt!r} holds neither text nor a list of messages")
-    if isinstance(prompt, str) and isinstance(chosen, str):
+    if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
+        if not prompt:  # both may begin with it, as in HH-RLHF
+            begin, mark, _ = os.path.commonprefix([chosen, rejected]).rpartition("Assistant:")
+            prompt = begin + mark
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         if not prompt:
             return Bad(*place, f"no text in column {columns.prompt!r}, which comes before both answers")
         return Pair(prompt, chosen, rejected)
     chats = [_conversation(prompt, answer) for answer in answers]
+    if any(chat.messages[0]["role"] == "assistant" for chat in chats):
+        return Bad(*place, f"no message in column {columns.prompt!r}, and none before the answers")
     if not all(chat.messages[-1]["role"] == "assistant" for chat in chats):
         return Bad(*place, "the last message of an answer is not the assistant's")
     return Pair("", *chats)
 
 
-def _conversation(prompt: str | list[dict[str, Any]], answer: Document) -> Chat:
+def _conversation(prompt: str | list[dict[str, Any]], answer: str | Chat) -> Chat:
     """A prompt and an answer as one chat. An answer that is a whole chat, as in UltraFeedback, holds its prompt."""
     chat = Chat([{"role": "assistant", "content": answer}]) if isinstance(answer, str) else answer
     turns = chat.messages

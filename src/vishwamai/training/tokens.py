@@ -21,6 +21,7 @@ from vishwamai.training.config import DataSection, DpoSection, SourceSection, To
 from vishwamai.training.sources import (
     Bad,
     Chat,
+    Completion,
     Document,
     Pair,
     Place,
@@ -326,6 +327,9 @@ def _render(document: Document | Pair, template: TrainingTemplate | None) -> lis
     """The texts of a document, one or a pair, each with the spans of characters that count in the loss."""
     if isinstance(document, str):
         return [Rendered(document, [(0, len(document))])]
+    if isinstance(document, Completion):
+        text = document.prompt + document.text
+        return [Rendered(text, [(len(document.prompt), len(text))])]
     if isinstance(document, Chat):
         return [_chat(document, template)]
     answers, prompt = (document.chosen, document.rejected), document.prompt
@@ -347,6 +351,8 @@ def _chat(chat: Chat, template: TrainingTemplate | None) -> Rendered:
             "data.chat_template to a Jinja file."
         )
     text, spans = template.render(chat.messages, chat.tools)
+    if chat.answers is not None:
+        spans = spans[len(spans) - chat.answers :] if chat.answers < len(spans) else spans
     return Rendered(text, spans, is_chat=True, ends=chat.messages[-1]["role"] == "assistant")
 
 
@@ -375,6 +381,8 @@ def _sample(limit: int, sources: Iterable[SourceSection]) -> Iterator[str]:
         for document in documents(source):
             if isinstance(document, Bad):
                 continue
+            if isinstance(document, Completion):
+                document = document.prompt + document.text
             text = document if isinstance(document, str) else "\n".join(map(_words, document.messages))
             text = text.encode("utf-8", "ignore").decode()  # without lone surrogates
             yield text

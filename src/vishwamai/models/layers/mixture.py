@@ -27,6 +27,7 @@ from vishwamai.models.layers.feed_forward import (
     unit_parameters,
 )
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_parameter
+from vishwamai.models.shifted_weight import ShiftedWeight
 
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
@@ -257,6 +258,8 @@ def explicit_axis(weight: Any) -> str | None:
     """The explicit mesh axis over which experts `[experts, in, out]` are split; None where they are whole, as packed
     ones and those of a `Weight` are.
     """
+    if isinstance(weight, ShiftedWeight):
+        return explicit_axis(weight.weight)
     if isinstance(weight, (PackedQTensor, CodeTensor, Weight)):
         return None
     sharding = jax.typeof(weight.values if isinstance(weight, QTensor) else weight).sharding

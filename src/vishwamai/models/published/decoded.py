@@ -1,4 +1,6 @@
-"""A weight that several tensors of a checkpoint make up: values and scales, as a `QTensor` has them."""
+"""A weight that several tensors of a checkpoint make up: values, scales and shifts, as a `QTensor` or a
+`ShiftedWeight` has them.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,7 @@ class Decoded:
       scales: float32, or uint8 bits of e8m0: the weight's shape with the blocks along `axis` in place of its numbers.
       storage: the `QTensor` that holds it without changing a number, or the reason why none does.
       axis: the one that a product contracts, -1 or -2.
+      shifts: float32 numbers that are added to those of a block, shaped as `scales`; None for 0.
       groups: the block of each number along `axis`, where a checkpoint lists them.
       packed: the weight with its zero points in the words of its scales (`zero_words`), for `KEEP_PACKED`; None where
         it has none, or no kernel reads it so.
@@ -49,6 +52,7 @@ class Decoded:
     scales: Stored | Computed
     storage: Storage | str
     axis: int = -1
+    shifts: Computed | None = None
     groups: Stored | None = None
     packed: Decoded | None = None
 
@@ -73,7 +77,8 @@ class Decoded:
             block = np.arange(count) // (size or max(-(-count // blocks), 1))
         else:
             block = np.asarray(self.groups.read())
-        return self.values.read().astype(np.float32) * np.take(scales.astype(np.float32), block, self.axis)
+        wide = self.values.read().astype(np.float32) * np.take(scales.astype(np.float32), block, self.axis)
+        return wide if self.shifts is None else wide + np.take(self.shifts.read(), block, self.axis)
 
     def check_representable(self) -> Storage:
         """The `QTensor` that holds the weight, by the groups alone.
@@ -95,8 +100,8 @@ class Decoded:
             )
         return self.storage
 
-    def quantized_parts(self) -> tuple[Computed, Stored | Computed]:
-        """Values in the dtype of the format, and scales, of a weight that is checked.
+    def quantized_parts(self) -> tuple[Stored | Computed, ...]:
+        """Values in the dtype of the format, scales, and shifts where there are any, of a weight that is checked.
 
         Raises:
           ShapeError: when the values are read, one is not in the format.
@@ -116,7 +121,8 @@ class Decoded:
                 )
             return values.astype(dtype)
 
-        return Computed(self.path, self.shape, compute), self.scales
+        parts = (Computed(self.path, self.shape, compute), self.scales)
+        return parts if self.shifts is None else (*parts, self.shifts)
 
 
 Index = Mapping[str, "Stored | Decoded"]
