@@ -2,9 +2,9 @@
 
 An annotation is read as text, so it costs no import. `Float[Array, "..."]` is an array or what can become one; `int`,
 `float`, `bool` and `str` take NumPy's scalars, too, which arrive as Python's; any other name is a class that the value
-is an instance of, such as torch's, which the function's module has imported. `Any`, `object` and `DTypeLike` are not
-checked. Values (a positive size, a legal name) are the function's own to check. The function runs under JAX's default
-promotion (`promotion.py`).
+is an instance of, such as torch's, which the function's module has imported. `Any`, `object`, `PyTree` and `DTypeLike`
+are not checked. Values (a positive size, a legal name) are the function's own to check. The function runs under JAX's
+default promotion (`promotion.py`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _checked(function: Any, name: str, exempt: Sequence[str], unless: Callable[[
 
     run = by_default(function)
 
-    def call(*args: PyTree, **kwargs: PyTree) -> Any:
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         if unless is not None and unless():
             return function(*args, **kwargs)
         read = [value if reader is None else reader(value) for value, reader in zip(args, by_place)]
@@ -156,7 +156,7 @@ def _reader(function: str, name: str, annotation: object, scope: Mapping[str, ob
     return read
 
 
-_UNCHECKED = ("Any", "object", "DTypeLike")
+_UNCHECKED = ("Any", "object", "DTypeLike", "PyTree")
 """Annotations of what is not checked here: a dtype's spellings are read by `spec.as_jax_dtype`, whose error lists
 them.
 """
@@ -354,7 +354,7 @@ def _instance(kind: Any, value: object) -> object:
     return value
 
 
-def _named(name: str, value: PyTree) -> Any:
+def _named(name: str, value: PyTree) -> PyTree:
     if not any(kind.__name__ == name for kind in type(value).__mro__):
         raise _Wrong
     return value

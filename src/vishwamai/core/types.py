@@ -46,6 +46,19 @@ class RefViews(Protocol):
     def __getitem__(self, index: object, /) -> Ref: ...
 
 
+class Device(Protocol):
+    """A device of JAX, present or described: `jax.Device` is a value to a type checker."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def platform(self) -> str: ...
+    @property
+    def device_kind(self) -> str: ...
+    @property
+    def process_index(self) -> int: ...
+
+
 class Transfer(Protocol):
     """A copy that runs while the kernel computes (`pltpu.make_async_copy`)."""
 

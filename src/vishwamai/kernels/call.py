@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,10 +14,10 @@ from vishwamai.core.types import PyTree
 class StaticCall:
     """The static side of one call: the arguments' structure with every value that is not an array."""
 
-    treedef: Any
-    static: tuple[Any, ...]  # one entry per leaf; `ARRAY` where an array stands
+    treedef: object
+    static: tuple[object, ...]  # one entry per leaf; `ARRAY` where an array stands
 
-    def arguments(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, arrays: tuple[jax.Array, ...]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """The arguments with `arrays` in their places."""
         rest = iter(arrays)
         leaves = [

@@ -30,6 +30,7 @@ from vishwamai.core.errors import (
     VishwamaiError,
 )
 from vishwamai.core.installing import install_line
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.kernels.call import ARRAY, Constant, StaticCall, is_array, is_torch_tensor
 from vishwamai.measure import profiling
 
@@ -55,14 +56,14 @@ class Kernel:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., PyTree],
         platform: str,
         overrides: dict[str, Any],
         config: KernelConfig | None = None,
         *,
         jit_options: dict[str, Any] | None = None,
         constants: bool = False,
-        verify: Callable[[Callable[..., Any], tuple[Any, ...]], None] | None = None,
+        verify: Callable[[Callable[..., PyTree], tuple[jax.Array, ...]], None] | None = None,
     ):
         self._extra = dict(jit_options=jit_options, constants=constants, verify=verify)
         functools.update_wrapper(self, function)
@@ -77,7 +78,7 @@ class Kernel:
         with self.named_errors(), self.configured():
             pass  # a keyword that is wrong is told where it stands, not at the first call
 
-        def program(call: StaticCall, *arrays: Any) -> Any:
+        def program(call: StaticCall, *arrays: jax.Array) -> PyTree:
             return self._run(call, *arrays)
 
         program.__name__ = program.__qualname__ = self.name  # what the compiled program is called
@@ -90,7 +91,7 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<{self.platform}_kernel {self.name}>"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[object, ...]:
         """By its name, as functions are pickled, where its module has it under that name; else by its parts."""
         definition: Any = sys.modules.get(self.__module__)
         path = getattr(self, "__qualname__", "")  # the function's, if it has one
@@ -100,7 +101,7 @@ class Kernel:
             return path
         return _wrapped, (self.function, self.platform, self._overrides, self._base, self._extra)
 
-    def __get__(self, instance: object, owner: object = None) -> Any:
+    def __get__(self, instance: object, owner: object = None) -> Kernel | functools.partial[PyTree]:
         return self if instance is None else functools.partial(self, instance)
 
     @property
@@ -120,7 +121,7 @@ class Kernel:
         with kernel_config(self._configs[base]) as config:
             yield config
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> PyTree:
         with self.named_errors(), self.configured() as config:
             tensors = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_torch_tensor(leaf)]
             if tensors:
@@ -136,8 +137,8 @@ class Kernel:
             return profiling.run_kernel(profile, (self, call), self.name, function, arrays)
 
     def _call_on_tensors(
-        self, tensors: list[Any], config: KernelConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, tensors: list[AnyArray], config: KernelConfig, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> PyTree:
         """The function of torch tensors, as it is: torch runs it, and the operations of `vishwamai.torch` in it read
         the configuration.
         """
@@ -192,17 +193,17 @@ class Kernel:
             call, arrays = self.split(args, kwargs)
             return aot.check(functools.partial(self._run, call), *arrays, target=target)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(...).lower` gives it; `.compile()` is called with the arrays alone."""
         with self.named_errors(), self.configured():
             call, arrays = self.split(args, kwargs)
             return self._program.lower(call, *arrays)
 
-    def _run(self, call: StaticCall, *arrays: Any) -> Any:
+    def _run(self, call: StaticCall, *arrays: jax.Array) -> PyTree:
         args, kwargs = call.arguments(arrays)
         return self.function(*args, **kwargs)
 
-    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[StaticCall, tuple[Any, ...]]:
+    def split(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[StaticCall, tuple[jax.Array, ...]]:
         """The static side of a call, which is hashable, and its arrays."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         for leaf in leaves:
@@ -221,13 +222,13 @@ class Kernel:
                 self._verified.add(key)
         return call, arrays
 
-    def _static(self, leaf: Any) -> Any:
+    def _static(self, leaf: PyTree) -> object:
         concrete = isinstance(leaf, (np.ndarray, jax.Array)) and not isinstance(leaf, jax.core.Tracer)
         if self._constants and concrete and isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "iub":
             return Constant(np.asarray(leaf))
         return ARRAY if is_array(leaf) else leaf
 
-    def _placed(self, arrays: tuple[Any, ...], config: KernelConfig) -> tuple[Any, ...]:
+    def _placed(self, arrays: tuple[jax.Array, ...], config: KernelConfig) -> tuple[jax.Array, ...]:
         """The arrays on a device of the kernel's platform; as they are where there is none."""
         default = jax.devices()[0].platform
         if default in _JAX_PLATFORMS[self.platform]:

@@ -15,11 +15,11 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.config import kernel_config
 from vishwamai.core.errors import KernelError, ShapeError, UnsupportedError
 from vishwamai.core.spec import as_array
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.core.value_checks import check_values
 
 
-def _operation(name: str, *arrays: object, jax_only: bool = False) -> Callable[..., Any]:
+def _operation(name: str, *arrays: object, jax_only: bool = False) -> Callable[..., PyTree]:
     """`vishwamai`'s operation, or that of `vishwamai.torch` for torch tensors.
 
     Raises:
@@ -35,7 +35,7 @@ def _operation(name: str, *arrays: object, jax_only: bool = False) -> Callable[.
     return getattr(operations, name)
 
 
-def _tiles(name: str, block_size: int | None, options: Mapping[str, object]) -> dict[str, Any]:
+def _tiles(name: str, block_size: int | None, options: Mapping[str, object]) -> dict[str, int]:
     """The field of the configuration that a `block_size` is.
 
     Raises:
@@ -93,7 +93,7 @@ def flash_attention(
         return operation(query, key, value, mask=mask, **options)
 
 
-def _mask_and_bias(mask: AnyArray) -> tuple[Any, Any]:
+def _mask_and_bias(mask: AnyArray) -> tuple[AnyArray, AnyArray]:
     """(bool mask or None, what is added to the logits or None) of a mask of any kind.
 
     Raises:

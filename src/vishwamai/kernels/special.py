@@ -15,6 +15,7 @@ from vishwamai.core.arguments import checked
 from vishwamai.core.config import KernelConfig
 from vishwamai.core.errors import KernelError
 from vishwamai.core.observe import record_plans
+from vishwamai.core.types import PyTree
 from vishwamai.kernels.decorators import decorator
 from vishwamai.ops.moe.spec import GroupedSpec
 
@@ -94,7 +95,7 @@ def expert_kernel(
     return _decorate(function, platform, config, options, extra, {"num_experts": num_experts})
 
 
-def _verify_groups(num_experts: int, program: Callable[..., object], arrays: tuple[Any, ...]) -> None:
+def _verify_groups(num_experts: int, program: Callable[..., object], arrays: tuple[jax.Array, ...]) -> None:
     for plan in record_plans(program, *arrays):
         groups = plan.spec.groups if isinstance(plan.spec, GroupedSpec) else None
         share = groups is not None and jax.device_count() > 1 and num_experts % groups == 0
@@ -121,7 +122,7 @@ def _decorate(
     return decorator(platform, _with_defaults(function, settings), config, options, **extra)
 
 
-def _with_defaults(function: Callable[..., object], values: dict[str, Any]) -> Callable[..., Any]:
+def _with_defaults(function: Callable[..., object], values: dict[str, object]) -> Callable[..., object]:
     """The function with a value for each of its parameters that a call does not pass; parameters that it has not are
     left out.
     """
@@ -139,7 +140,7 @@ def _with_defaults(function: Callable[..., object], values: dict[str, Any]) -> C
 class _Filled:
     """A function with values for parameters that a call does not pass; picklable where the function is."""
 
-    def __init__(self, function: Callable[..., Any], values: dict[str, Any]):
+    def __init__(self, function: Callable[..., PyTree], values: dict[str, object]):
         functools.update_wrapper(self, function)
         self._function, self._values = function, values
         # A parameter without a default of its own has one now.
@@ -147,12 +148,12 @@ class _Filled:
         changed = [p.replace(default=values[p.name]) if p.name in values else p for p in parameters]
         self.__signature__ = inspect.Signature(_ordered(changed))
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> PyTree:
         bound = inspect.signature(self._function).bind_partial(*args, **kwargs)
         rest = {name: value for name, value in self._values.items() if name not in bound.arguments}
         return self._function(*args, **kwargs, **rest)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _Filled, (self._function, self._values)
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ import vishwamai
 from vishwamai.measure.measurement import measure, undisturbed
 from vishwamai.measure.peaks import Peaks, published_peaks
 from vishwamai.measure.timing import side_by_side
+
+K = TypeVar("K", bound=Hashable)
 
 _QUICK_SIZE, _SIZE = 1024, 2048
 _QUICK_BYTES, _BYTES = 64 << 20, 256 << 20
@@ -84,7 +86,7 @@ def best_of(first: MachinePeaks, second: MachinePeaks) -> MachinePeaks:
     )
 
 
-def _larger(first: dict[Any, float], second: dict[Any, float]) -> dict[Any, float]:
+def _larger(first: dict[K, float], second: dict[K, float]) -> dict[K, float]:
     return {
         key: max(first.get(key, 0.0), second.get(key, 0.0)) for key in (*first, *(k for k in second if k not in first))
     }

@@ -7,13 +7,13 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
 from vishwamai.core import observe
 from vishwamai.core.call_plan import CallPlan
 from vishwamai.core.jax_errors import out_of_memory_named
+from vishwamai.core.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Measured:
       useful: bytes of operands and results alone.
     """
 
-    result: Any
+    result: PyTree
     seconds: float
     memory: int
     useful: int

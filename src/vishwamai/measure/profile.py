@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import jax
 
@@ -71,9 +70,9 @@ class Profile:
         self.kernels: list[ProfileRow] = []
         self.untimed: dict[str, int] = {}
         self.inside_kernel = False
-        self.programs: dict[Any, jax.stages.Compiled] = {}
+        self.programs: dict[Hashable, jax.stages.Compiled] = {}
         self._peaks = peaks
-        self._rows: dict[Any, ProfileRow] = {}
+        self._rows: dict[Hashable, ProfileRow] = {}
 
     @functools.cached_property
     def peaks(self) -> Peaks:
@@ -85,7 +84,7 @@ class Profile:
         """Floating-point operations of all calls that count them."""
         return sum(row.calls * (row.flops or 0) for row in self.operations)
 
-    def record(self, key: Any, row: Callable[[], ProfileRow], seconds: float, *, kernel: bool) -> None:
+    def record(self, key: Hashable, row: Callable[[], ProfileRow], seconds: float, *, kernel: bool) -> None:
         """Adds one call."""
         if key not in self._rows:
             self._rows[key] = row()

@@ -13,12 +13,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import mlir
 
 from vishwamai.core import observe
@@ -26,6 +25,7 @@ from vishwamai.core.arguments import described
 from vishwamai.core.call_plan import CallPlan
 from vishwamai.core.config import ambient_target, current_config
 from vishwamai.core.errors import KernelError
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.measure.machine_peaks import local_peaks
 from vishwamai.measure.measurement import (
     Measured,
@@ -81,8 +81,8 @@ def active() -> Profile | None:
 
 
 def run_kernel(
-    profile: Profile, kernel: object, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Any:
+    profile: Profile, kernel: object, name: str, function: Callable[..., PyTree], arguments: tuple[jax.Array, ...]
+) -> PyTree:
     """Times a decorated kernel whole, then once more taken apart into its operations; returns the result of the whole
     one.
 
@@ -119,7 +119,7 @@ def trace_passes(function: Callable[..., object], *arguments: object) -> ClosedJ
         return jax.make_jaxpr(lambda *arguments: function(*arguments))(*arguments)
 
 
-def pass_of(equation: Any) -> tuple[CallPlan, str] | None:
+def pass_of(equation: JaxprEqn) -> tuple[CallPlan, str] | None:
     """(plan, direction) of an equation of `trace_passes`; None where it is none of our operations."""
     if equation.primitive is not _OPERATION:
         return None
@@ -137,7 +137,7 @@ class _Pass:
     token: int
     plan: CallPlan
     direction: str
-    function: Callable[..., list[Any]]
+    function: Callable[..., list[jax.Array]]
     results: tuple[jax.ShapeDtypeStruct, ...]
 
 
@@ -152,18 +152,20 @@ class _Profiler(observe.Observer):
 
     def run_pass(
         self, plan: CallPlan, direction: str, function: Callable[..., object], arguments: tuple[object, ...]
-    ) -> Any:
+    ) -> PyTree:
         leaves, treedef = jax.tree.flatten(arguments)
         shapes = jax.eval_shape(function, *arguments)
         results, out_treedef = jax.tree.flatten(shapes)
 
-        def flat(*leaves: Any) -> list[Any]:
+        def flat(*leaves: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(function(*jax.tree.unflatten(treedef, leaves)))
 
         call = _Pass(self.token, plan, direction, flat, tuple(results))
         return jax.tree.unflatten(out_treedef, _OPERATION.bind(*leaves, call=call))
 
-    def run_eager(self, plan: CallPlan, direction: str, run: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+    def run_eager(
+        self, plan: CallPlan, direction: str, run: Callable[[], PyTree], arguments: tuple[AnyArray, ...]
+    ) -> PyTree:
         """Times a pass on tensors of torch, which runs as it is met."""
         with undisturbed():
             measured = measure_eager(run, arguments, repeats=self.profile.repeats)
@@ -181,7 +183,7 @@ def _profile_of(call: _Pass) -> Profile | None:
 
 
 @_OPERATION.def_impl
-def _timed(*operands: object, call: _Pass) -> list[Any]:
+def _timed(*operands: object, call: _Pass) -> list[jax.Array]:
     profile = _profile_of(call)
     leaves = tuple(map(jnp.asarray, operands))
     with undisturbed():
@@ -218,12 +220,12 @@ def _row(call: _Pass, measured: Measured) -> ProfileRow:
 
 
 @_OPERATION.def_abstract_eval
-def _abstract(*avals: object, call: _Pass) -> list[Any]:
+def _abstract(*avals: object, call: _Pass) -> list[jax.core.ShapedArray]:
     del avals
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in call.results]
 
 
-def _inside_a_program(*leaves: Any, call: _Pass) -> list[Any]:
+def _inside_a_program(*leaves: jax.Array, call: _Pass) -> list[jax.Array]:
     profile = _profile_of(call)
     if profile is not None:
         name = call.plan.op.name

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ class AdaptiveSharding:
     axis: str
     choices: tuple[ArrayChoice, ...]
     rules: LogicalRules
-    shardings: Any
+    shardings: PyTree
     cost: str
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class AdaptiveSharding:
 
 @checked
 def adaptive_sharding(
-    tree: Any,
+    tree: PyTree,
     mesh: Mesh,
     rules: LogicalRules | None = None,
     axes: Mapping[str, Names] | None = None,
@@ -156,8 +156,9 @@ def choose(
         for path, leaf in ((path, leaf) for path, leaf in names_of(tree) if np.ndim(leaf) >= 2)
     ]
     size = mesh.shape[axis]
-    locked = {name for name in rules if rules[name]}
+    locked = {name for name in rules if rules[name]}  # mapped by the caller: neither tried nor changed
     split: set[str] = set()
+    # Names that no array connects are chosen apart: the search is exponential in a group's names alone.
     for group in _connected([names for _, _, names in leaves]):
         members = [leaf for leaf in leaves if set(leaf[2]) & group]
         names = sorted(name for name in group if name not in locked and _divides(name, members, size))
@@ -173,7 +174,7 @@ def choose(
     return AdaptiveSharding(mesh, axis, choices, extended, layout, cost)
 
 
-def _last_names(path: str, leaf: Any, named: Mapping[str, Names]) -> tuple[str, str]:
+def _last_names(path: str, leaf: object, named: Mapping[str, Names]) -> tuple[str, str]:
     """The logical names of an array's last two axes; of its own where it has none."""
     parts = path.split("/")
     ends = ("/".join(parts[start:]) for start in range(len(parts)))
@@ -182,7 +183,9 @@ def _last_names(path: str, leaf: Any, named: Mapping[str, Names]) -> tuple[str, 
     return tuple(f"{path}:{i}" if name is None else name for i, name in enumerate(pair))  # type: ignore[return-value]
 
 
-def _names_of_vector(path: str, leaf: Any, named: Mapping[str, Names], rules: Mapping[str, object]) -> Names | None:
+def _names_of_vector(
+    path: str, leaf: jax.Array, named: Mapping[str, Names], rules: Mapping[str, object]
+) -> Names | None:
     """Names of an array of one axis, as far as the rules have them."""
     if not np.ndim(leaf):
         return None
@@ -190,7 +193,7 @@ def _names_of_vector(path: str, leaf: Any, named: Mapping[str, Names], rules: Ma
     return (name if name in rules else None,)
 
 
-Leaf = tuple[str, Any, tuple[str, str]]
+Leaf = tuple[str, jax.Array, tuple[str, str]]
 
 
 def _connected(pairs: Sequence[tuple[str, str]]) -> list[set[str]]:
@@ -213,7 +216,7 @@ def _best(leaves: Sequence[Leaf], names: Sequence[str], size: int, seconds: Cost
     """The names to split, with the least time of all products."""
 
     def total(split: set[str]) -> float:
-        if any(set(pair) <= split for _, _, pair in leaves):
+        if any(set(pair) <= split for _, _, pair in leaves):  # one axis cannot split both sides of an array
             return float("inf")
         return sum(_seconds(leaf, leaves, split, seconds) for leaf in leaves)
 
@@ -222,7 +225,7 @@ def _best(leaves: Sequence[Leaf], names: Sequence[str], size: int, seconds: Cost
         return min(ways, key=total)
     split: set[str] = set()
     while True:
-        ways = [split ^ {name} for name in names]
+        ways = [split ^ {name} for name in names]  # too many names for all ways: one is flipped at a time
         nearest = min(ways, key=total)
         if total(nearest) >= total(split):
             return split
@@ -238,6 +241,7 @@ def _collective(pair: tuple[str, str], leaves: Sequence[Leaf], split: set[str]) 
     kind = _kind(pair, split)
     if kind == "rows":
         return "all_reduce"
+    # Megatron's pair: columns, then rows, with one collective after both
     if kind == "columns" and not any(names[0] == pair[1] for _, _, names in leaves):
         return "all_gather"
     return ""
@@ -279,7 +283,7 @@ def planned(links: AxisLinks, rows: int) -> Cost:
         k, n = shape
         size = links.devices
         k, out = (k // size if kind == "rows" else k), (n // size if kind == "columns" else n)
-        nbytes = (rows * k + k * out + rows * out) * dtype.itemsize
+        nbytes = (rows * k + k * out + rows * out) * dtype.itemsize  # operands and result, each moved once
         time = roofline(links.chip, 2 * rows * k * out, nbytes, dtype.name).seconds
         return time + (estimate_collective(collective, rows * n * dtype.itemsize, links) if collective else 0.0)
 
@@ -288,6 +292,7 @@ def planned(links: AxisLinks, rows: int) -> Cost:
 
 def measured(mesh: Mesh, axis: str, rows: int) -> Cost:
     """Products on the devices of the axis; each is timed once."""
+    # one line of the mesh: other lines would do the same work
     places = [slice(None) if name == axis else slice(1) for name in mesh.axis_names]
     line = Mesh(mesh.devices[tuple(places)].reshape(-1), (axis,))
     times: dict[object, float] = {}

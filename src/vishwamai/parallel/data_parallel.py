@@ -77,7 +77,7 @@ def configure_data_parallel(
         )
     rows = batch_size // count
     most = rows if max_per_device is None else min(max_per_device, rows)
-    group = max(n for n in divisors(rows) if n <= most)
+    group = max(n for n in divisors(rows) if n <= most)  # equal parts: their gradients average without weights
     mesh = _mesh(count)
     return DataParallelConfig(mesh, group, rows // group, NamedSharding(mesh, PartitionSpec("data")))
 

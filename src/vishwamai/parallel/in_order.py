@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import cond_p, scan_p
 
 from vishwamai.core.config import local_platform
+from vishwamai.core.types import PyTree
 from vishwamai.parallel.equations import evaluate, run_equation
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,10 +46,10 @@ def in_order(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def ordered(*args: object, **kwargs: object) -> Any:
+    def ordered(*args: object, **kwargs: object) -> PyTree:
         values, tree = jax.tree.flatten((args, kwargs))
 
-        def flat(*values: Any) -> Any:
+        def flat(*values: jax.Array) -> PyTree:
             args, kwargs = jax.tree.unflatten(tree, values)
             return function(*args, **kwargs)
 
@@ -63,9 +64,9 @@ class _Order:
     """The collectives of a level: each needs the one before."""
 
     def __init__(self) -> None:
-        self.mark: Any = None
+        self.mark: jax.Array | None = None
 
-    def run(self, eqn: Any, values: Sequence[Any], jaxpr: Jaxpr) -> list[Any]:
+    def run(self, eqn: JaxprEqn, values: Sequence[jax.Array], jaxpr: Jaxpr) -> list[jax.Array]:
         """The results of an equation."""
         if not _talks(eqn):
             return run_equation(eqn, values, jaxpr)
@@ -73,7 +74,7 @@ class _Order:
         if eqn.primitive is scan_p and params["num_carry"]:  # what a loop changes
             needs = range(params["num_consts"], params["num_consts"] + params["num_carry"])
         elif eqn.primitive is cond_p:
-            needs = (0,)
+            needs = (0,)  # the index: no branch can begin before it is known
         needing = {eqn.invars[i] for i in needs if not isinstance(eqn.invars[i], Literal)}
         values = [
             _after(self.mark, x) if not isinstance(v, Literal) and v in needing else x
@@ -84,7 +85,7 @@ class _Order:
         return results
 
 
-def _talks(eqn: Any) -> bool:
+def _talks(eqn: JaxprEqn) -> bool:
     """Whether an equation is a collective or has one inside."""
     inner = (program for value in eqn.params.values() for program in _programs(value))
     return eqn.primitive.name.startswith(_COLLECTIVES) or any(
@@ -98,7 +99,7 @@ def _programs(value: object) -> Iterator[Jaxpr]:
             yield entry.jaxpr if isinstance(entry, ClosedJaxpr) else entry
 
 
-def _in_parameter(value: Any) -> Any:
+def _in_parameter(value: Any) -> object:
     """A parameter of an equation, with its inner programs in order."""
     if isinstance(value, (tuple, list)):
         return type(value)(map(_in_parameter, value)) if any(_programs(value)) else value
@@ -106,25 +107,27 @@ def _in_parameter(value: Any) -> Any:
         return value
     inner, consts = (value.jaxpr, value.consts) if isinstance(value, ClosedJaxpr) else (value, ())
 
-    def body(*args: Any) -> list[Any]:
+    def body(*args: jax.Array) -> list[jax.Array]:
         return evaluate(inner, consts, args, _Order().run, remat=True)
 
     traced = jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars))
     return traced if isinstance(value, ClosedJaxpr) else traced.jaxpr
 
 
-def _marked(results: Sequence[Any]) -> Any:
+def _marked(results: Sequence[jax.Array]) -> jax.Array | None:
     """An int32 zero that needs the values, which XLA does not see to be one."""
+    # one element of each result: enough to wait for all of it
     firsts = [jnp.ravel(x)[0].astype(jnp.int32) for x in results if _is_plain(x)]
+    # a bit shifted out is 0, which XLA's simplifier would have to prove
     return functools.reduce(jnp.bitwise_or, [first & 1 for first in firsts]) >> 1 if firsts else None
 
 
-def _after(mark: object, value: Any) -> Any:
+def _after(mark: jax.Array | None, value: jax.Array) -> jax.Array:
     """The value, which needs the mark."""
     if mark is None or not _is_plain(value):
         return value
     return jax.lax.select(jnp.broadcast_to(mark == 0, jnp.shape(value)), value, jnp.zeros_like(value))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: jax.Array) -> bool:
     return jnp.size(value) > 0 and not jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)

@@ -19,6 +19,7 @@ from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import CacheWarning, DeviceError, ShapeError
 from vishwamai.core.hardware import TpuChip, tpu_for
 from vishwamai.core.target import Target
+from vishwamai.core.types import Device
 from vishwamai.parallel import torus
 
 _SIZES = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*")
@@ -143,7 +144,7 @@ def _like(sides: tuple[int, ...], chips: int) -> tuple[int, ...]:
     return (max(1, chips), *[1] * (len(sides) - 1))
 
 
-def _described(topology: str) -> list[Any]:
+def _described(topology: str) -> list[Device]:
     if Target.parse_tpu(topology).topology is None:
         chip = Target.parse_chip(topology)
         raise ShapeError(f"make_mesh: `topology` is {topology!r}; pass a slice, such as {chip.topology!r}.")
@@ -167,6 +168,7 @@ def axis_sizes(axes: object) -> dict[str, int]:
         raise ShapeError(f'make_mesh: `axes` is {described(axes)}; pass "fsdp=4,tensor=2", or a dict of sizes.')
     names = [name for name, _ in pairs]
     for name, size in pairs:
+        # True is an int to Python
         valid = isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
         if not isinstance(name, str) or not valid or names.count(name) > 1 or size > 2**31:
             raise ShapeError(
@@ -179,9 +181,10 @@ def axis_sizes(axes: object) -> dict[str, int]:
     return sizes
 
 
-def _mesh(function: str, sizes: dict[str, int], devices: list[Any], topology: str | None) -> Mesh:
+def _mesh(function: str, sizes: dict[str, int], devices: list[Device], topology: str | None) -> Mesh:
     count = len(devices)
     product = math.prod(size for size in sizes.values() if size != -1)
+    # at least 1, so that the error below names a size
     sizes = {name: max(1, count // product) if size == -1 else size for name, size in sizes.items()}
     required = math.prod(sizes.values())
     chip = tpu_for(devices[0].device_kind)
@@ -216,7 +219,7 @@ def _advice(sizes: dict[str, int], count: int, required: int, chip: TpuChip | No
     return f"{advice}, or another slice: {', '.join(f'{chip.name}:{hardware.sides_text(s)}' for s in near)}."
 
 
-def compile_collectives_anew(devices: Sequence[Any]) -> None:
+def compile_collectives_anew(devices: Sequence[Device]) -> None:
     """Turns JAX's compilation cache off in this process, with a warning, where the devices are several of a CPU.
 
     A compiled program of several CPU devices runs its collectives one after the other. Read back from the cache
@@ -234,7 +237,7 @@ def compile_collectives_anew(devices: Sequence[Any]) -> None:
     )
 
 
-def laid_out(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+def laid_out(shape: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:
     """The devices in the shape of a mesh, as `make_mesh` places them.
 
     Raises:
@@ -244,7 +247,7 @@ def laid_out(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
     return grid if chip is None else torus.on_neighbours(grid, chip)
 
 
-def on_sides(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+def on_sides(shape: tuple[int, ...], devices: Sequence[Device]) -> np.ndarray:
     """The devices in the shape of a mesh, before its last axis is put in the order of a ring. The first axis goes over
     slices.
 
@@ -258,6 +261,7 @@ def on_sides(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
                 f"there are {slices} slices, which do not divide the first axis of {shape[0]}; the first axis goes "
                 "over slices, whose links are slow."
             )
+        # the first axis crosses slices, all others stay inside one
         inner, outer = (shape[0] // slices, *shape[1:]), (slices, *[1] * (len(shape) - 1))
         return _whole_sides_first(
             lambda split: mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=split)
@@ -265,6 +269,7 @@ def on_sides(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
     grid = _whole_sides_first(
         lambda split: mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
     )
+    # every axis has links of its own: JAX's layout stands
     if torus.own_links(grid)[0] == sum(size > 1 for size in shape):
         return grid
     # JAX lays a small slice of v5e, v6e or TPU7x out as one ring and cuts that, whatever the shape of the mesh.

@@ -52,6 +52,7 @@ class OverlapEstimate:
     def exposed(self) -> float:
         """The share of the ring's transfers that no product hides."""
         # The first (last) step has the device's own piece next to it, every other step has two pieces.
+        # never negative: a hidden transfer takes no time
         first, rest = max(0.0, self.transfer - self.piece), max(0.0, self.transfer - 2 * self.piece)
         return first + (self.steps - 1) * rest if self.steps else 0.0
 
@@ -110,8 +111,9 @@ def estimate_overlap(
     if kind == "all_gather":  # the result of a piece is copied to its rows
         nbytes += 2 * rows * n * width
     else:  # the float32 result of a piece is read again, with what has arrived
+        # written and read as float32 in place of once in its dtype, and the arriving sum read and written
         nbytes += rows * n * (8 - width + 2 * width)
-    closed = len(links.sides) > 1 or any(links.wraps)
+    closed = len(links.sides) > 1 or any(links.wraps)  # a box has a ring through it, and a side that wraps is one
     hop = estimate_collective("permute", travels * (1 if closed else 2), links)
     transfer = hop if closed else max(hop, chip.ici_latency * links.hops)
     return OverlapEstimate(
@@ -120,7 +122,7 @@ def estimate_overlap(
         estimate_collective(kind, m * (k if kind == "all_gather" else n) * width, links),
         _product(chip, rows, k, n, dtype, nbytes),
         transfer if size > 1 else 0.0,
-        size // 2,
+        size // 2,  # pieces go both ways, so the farthest one is half around
         size,
     )
 

@@ -120,9 +120,10 @@ def explain_sharding(tree: PyTree) -> ShardingTable:
     */up x2  f32[256,512]  -, tensor     1.0 MiB       1       0%
     1.0 MiB on each of 1 devices: 0% on others, too; 0% padding
     """
-    groups: dict[tuple[Any, ...], list[ArrayPlace]] = {}
+    groups: dict[tuple[str, *tuple[object, ...]], list[ArrayPlace]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         row = _place(path_text(path), leaf)
+        # layers differ in a number of their path: equal rows are shown once
         alike = re.sub(r"(?<![^/])\d+(?![^/])", "*", row.path)
         groups.setdefault((alike, row.shape, row.dtype, row.split, row.devices), []).append(row)
     return ShardingTable(tuple(_merged(key[0], rows) for key, rows in groups.items()))
@@ -149,10 +150,12 @@ def _place(path: str, leaf: PyTree) -> ArrayPlace:
         part = sharding.shard_shape(leaf.shape)
     except ValueError as error:
         raise ShapeError(f"explain_sharding: {path} does not divide over its devices: {error}") from error
+    # a key of the default generator is two uint32
     item = jnp.dtype(leaf.dtype).itemsize if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else 8
     plain = math.prod(part) * item
-    device = next(iter(sharding.device_set))
+    device = next(iter(sharding.device_set))  # tiles are a TPU's; other memories hold arrays plain
     nbytes = tiled(part, item) if tpu_for(device.device_kind) and plain else plain
+    # devices beyond these hold copies
     parts = math.prod(size // part_size for size, part_size in zip(leaf.shape, part) if part_size)
     devices = len(sharding.device_set)
     if isinstance(sharding, NamedSharding):
@@ -184,6 +187,7 @@ def tiled(shape: tuple[int, ...], item: int) -> int:
         return round_up(math.prod(shape), LANES) * item
 
     def padded(rows: int, lanes: int) -> int:
+        # 32 bytes of rows: 8 of float32, 16 of bfloat16, 32 of int8
         return round_up(rows, min(8 * max(1, 4 // item), 1 << (rows - 1).bit_length())) * round_up(lanes, LANES)
 
     return math.prod(shape[:-2]) * min(padded(*shape[-2:]), padded(*shape[:-3:-1])) * item
@@ -260,6 +264,7 @@ def validate_sharding(array: Any, mesh: Mesh, spec: PartitionSpec | None = None)
     actual: Any = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else array.sharding
     expected = NamedSharding(mesh, spec)
     if isinstance(array, jax.core.Tracer):
+        # a tracer's mesh is abstract: its spec is all there is to compare
         same = tuple(actual.spec) == tuple(spec) + (None,) * (len(shape) - len(spec))
     else:
         same = actual.is_equivalent_to(expected, len(shape))

@@ -94,7 +94,7 @@ def initialize(
             f"initialize: `process_id` is {index} of `num_processes`={count}; the numbers go from 0 to the "
             "count less 1."
         )
-    if jax.distributed.is_initialized():
+    if jax.distributed.is_initialized():  # a second call answers what the first one made
         return Processes(jax.process_index(), jax.process_count(), address)
     if count == 1:
         return Processes(0, 1)
@@ -112,7 +112,7 @@ def initialize(
         count,
         index,
         local_device_ids=gpus,
-        cluster_detection_method="deactivate",
+        cluster_detection_method="deactivate",  # found above already; JAX must not look again and disagree
         initialization_timeout=max(1, round(timeout)),
         heartbeat_timeout_seconds=round(heartbeat),
     )

@@ -45,10 +45,10 @@ def all_gather_gemm(
     w: Float[Array, "features columns"],
     *,
     axis: str,
-    bias: Any = None,
+    bias: Float[Array, " columns"] | None = None,
     activation: str | None = None,
     precision: str | PrecisionConfig | jax.lax.Precision | None = None,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     overlap: bool | None = None,
     links: AxisLinks | None = None,
     config: object = None,
@@ -96,7 +96,7 @@ def all_gather_gemm(
     _check(name, x, (("w", w),), bias, activation)
     size = mesh_axis_size(name, "axis", (axis,))
     out_dtype = _result(name, x, out_dtype)
-    x, w = match_varying(cast_for_matmul(x, w))
+    x, w = match_varying(cast_for_matmul(x, w))  # before the choice: both ways then see one dtype
     bias = None if bias is None else match_varying((jnp.asarray(bias), x))[0]
     if not _rings(name, "all_gather", x, w.shape[1], axis, size, overlap, links):
         x = jax.lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True)
@@ -122,10 +122,10 @@ def gemm_reduce_scatter(
     w: Float[Array, "features columns"],
     *,
     axis: str,
-    bias: Any = None,
+    bias: Float[Array, " columns"] | None = None,
     activation: str | None = None,
     precision: str | PrecisionConfig | jax.lax.Precision | None = None,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     overlap: bool | None = None,
     links: AxisLinks | None = None,
     config: object = None,
@@ -171,7 +171,7 @@ def gemm_reduce_scatter(
     name = "gemm_reduce_scatter"
     _check(name, x, (("w", w),), bias, activation)
     size = mesh_axis_size(name, "axis", (axis,))
-    if x.shape[-2] % size:
+    if x.shape[-2] % size:  # the all-gather needs no such check: it has one device's rows
         _fail(name, f"the {size} devices of {axis!r} do not divide the {x.shape[-2]} rows of `x`; pad them.")
     out_dtype = _result(name, x, out_dtype)
     x, w = match_varying(cast_for_matmul(x, w))
@@ -183,6 +183,7 @@ def gemm_reduce_scatter(
         )
     else:
         y = gemm(x, w, precision=precision, out_dtype=out_dtype, config=config, implementation=implementation)
+        # Rounded before the sum, as the ring's sums are that travel in `out_dtype`.
         total = jax.lax.psum_scatter(y, axis, scatter_dimension=y.ndim - 2, tiled=True).astype(wide)
     if bias is not None:
         total = total + jnp.asarray(bias).astype(wide)
@@ -243,6 +244,7 @@ def all_gather_gated_linear_unit(
     size = mesh_axis_size(name, "axis", (axis,))
     out_dtype = x.dtype
     x, gate, up = match_varying(cast_for_matmul(x, gate, up))
+    # both weights' columns: one trip of x serves two products
     if not _rings(name, "all_gather", x, 2 * gate.shape[1], axis, size, overlap, links):
         x = jax.lax.all_gather(x, axis, axis=x.ndim - 2, tiled=True)
         y = gated_linear_unit(
@@ -260,6 +262,7 @@ def _rings(
 ) -> bool:
     """Whether the call goes around a ring, which `explain` says."""
     if overlap is None:
+        # rows of the whole product: gathered ones, or all that are there
         m = x.size // x.shape[-1] * (size if kind == "all_gather" else 1)
         overlap, why = decide(kind, m, x.shape[-1], n, x.dtype, axis, links)
     else:

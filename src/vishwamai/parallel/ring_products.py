@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -60,12 +60,14 @@ class Static:
 
 def _weight_gradient(static: Static, pairs: Iterable[tuple[jax.Array, jax.Array]], dtype: DTypeLike) -> jax.Array:
     """The sum of a^T @ b over pairs of pieces, `[..., rows, .]` each."""
+    # Lazily: a piece is multiplied when it is asked for, so the next transfer is traced before the product that hides
+    # it.
     parts = (static.product(_flat(a), _flat(b), transpose_a=True) for a, b in pairs)
     return functools.reduce(jnp.add, parts).astype(dtype)
 
 
 def _flat(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(-1, x.shape[-1])  # [rows of all batch elements, features]: a weight's gradient sums over both
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -74,6 +76,7 @@ def gathered_product(static: Static, x: jax.Array, w: jax.Array, bias: jax.Array
     gathered = static.pieces.gathered(x)
     options = {"activation": static.activation, "out_dtype": static.out_dtype, "precision": static.precision}
     run = functools.partial(gemm, b=w, bias=bias, config=static.config, implementation=static.implementation, **options)
+    # [..., devices * rows, columns]
     return static.pieces.joined((distance, run(piece)) for distance, piece in gathered)
 
 
@@ -82,7 +85,7 @@ def _gathered_forward(
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     of_caller = signature(False, False)
 
-    def piece_of(x: jax.Array) -> tuple[Any, Any]:
+    def piece_of(x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         arrays = Operands(x, w, bias, None, None)
         spec = make_spec(array_specs(arrays), static.activation, False, False, static.precision, static.out_dtype)
         outputs, z = MATMUL.with_residuals(
@@ -92,6 +95,7 @@ def _gathered_forward(
         return y, None if z is None else z.reshape(y.shape)
 
     y, z = static.pieces.joined((distance, piece_of(piece)) for distance, piece in static.pieces.gathered(x))
+    # relu's derivative is read off y. Other activations keep their argument z; without one neither is kept.
     return y, (x, w, bias, y if static.activation == "relu" else None, z)
 
 
@@ -110,9 +114,11 @@ def _gathered_gradients(static: Static, saved: PyTree, dy: jax.Array) -> tuple[j
         assert static.activation is not None  # whose argument was kept
         dz = dz * derivative(static.activation, z.astype(wide))
     dbias = None if bias is None else jnp.sum(dz, range(dz.ndim - 1)).astype(bias.dtype)
-    dz = dz.astype(x.dtype)
+    dz = dz.astype(x.dtype)  # products take the operands' dtype; the activation's slope was applied in the wide one
     pieces = static.pieces
+    # The transpose of an all-gather is a reduce-scatter: each device sums what all have for its own rows.
     dx = pieces.reduced(lambda d: static.product(pieces.rows(dz, d), w, transpose_b=True), x.dtype).astype(x.dtype)
+    # x goes around again, and meets the rows of dz that it made
     pairs = ((piece, pieces.rows(dz, -d)) for d, piece in pieces.gathered(x))
     return dx, _weight_gradient(static, pairs, w.dtype), dbias
 
@@ -131,14 +137,14 @@ def _scattered_forward(static: Static, x: jax.Array, w: jax.Array) -> tuple[jax.
 
 def _scattered_backward(static: Static, saved: PyTree, dz: jax.Array) -> tuple[jax.Array | None, ...]:
     x, w = saved
-    pieces, gathered = static.pieces, []
+    pieces, gathered = static.pieces, []  # one trip of dz serves both gradients: its pieces are noted on the way
 
     def piece_of(distance: int, piece: jax.Array) -> jax.Array:
         gathered.append((pieces.rows(x, -distance), piece))
         return static.product(piece, w, transpose_b=True).astype(x.dtype)
 
     dx = pieces.joined((d, piece_of(d, piece)) for d, piece in pieces.gathered(dz.astype(x.dtype)))
-    return dx, _weight_gradient(static, gathered, w.dtype)
+    return dx, _weight_gradient(static, gathered, w.dtype)  # after `joined`, which has run the generator to its end
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -152,7 +158,7 @@ def gathered_gated(static: Static, x: jax.Array, gate: jax.Array, up: jax.Array)
 def _gated_forward(
     static: Static, x: jax.Array, gate: jax.Array, up: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    def piece_of(x: jax.Array) -> tuple[Any, Any]:
+    def piece_of(x: jax.Array) -> tuple[jax.Array, PyTree]:
         arrays = GatedOperands(x, gate, up, None)
         spec = describe(array_specs(arrays), static.activation, static.precision)
         outputs, residuals = GATED.with_residuals(
@@ -184,7 +190,7 @@ def _gated_gradients(static: Static, saved: PyTree, dh: jax.Array) -> tuple[jax.
         )
 
     dx = pieces.reduced(to_x, x.dtype).astype(x.dtype)
-    gathered = list(pieces.gathered(x))
+    gathered = list(pieces.gathered(x))  # a list: the gradients of both weights read the pieces
     dw = (
         _weight_gradient(static, ((piece, pieces.rows(piece_gradient, -d)) for d, piece in gathered), x.dtype)
         for piece_gradient in dz
@@ -192,16 +198,17 @@ def _gated_gradients(static: Static, saved: PyTree, dh: jax.Array) -> tuple[jax.
     return dx, *dw
 
 
-def _once(gradients: PyTree, static: Static, saved: PyTree, cotangent: AnyArray) -> Any:
+def _once(gradients: PyTree, static: Static, saved: PyTree, cotangent: AnyArray) -> tuple[PyTree, None]:
     return gradients(static, saved, cotangent), None
 
 
-def _twice(static: Static, saved: PyTree, cotangents: PyTree) -> Any:
+def _twice(static: Static, saved: PyTree, cotangents: PyTree) -> NoReturn:
     raise UnsupportedError(
         "a product with its all-gather as a ring is differentiable once; for a second derivative pass overlap=False."
     )
 
 
+# The gradients have a rule of their own, so that a second derivative fails by name and not inside `ppermute`'s.
 _gathered_gradients.defvjp(functools.partial(_once, _gathered_gradients), _twice)
 _gated_gradients.defvjp(functools.partial(_once, _gated_gradients), _twice)
 gathered_product.defvjp(_gathered_forward, _gathered_backward)

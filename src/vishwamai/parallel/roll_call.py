@@ -11,7 +11,6 @@ import json
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from vishwamai.core.errors import ConfigError, DeviceError
 
@@ -42,11 +41,12 @@ def answer(address: str, count: int, timeout: float) -> None:
                         f"{timeout:g} s; start every process with its number, and look at the output of the missing "
                         "ones, or raise `timeout`."
                     )
-                server.settimeout(min(left, 1.0))
+                server.settimeout(min(left, 1.0))  # short waits, so that the missing are named on time
                 try:
                     connection = stack.enter_context(server.accept()[0])
                 except TimeoutError:
                     continue
+                # a silent stranger costs `_LINE` seconds, not the whole time
                 _admit(_read(connection, min(left, _LINE)), connection, present, count)
         except (ConfigError, DeviceError) as error:
             for connection in present.values():
@@ -123,7 +123,9 @@ def _listening(address: str) -> socket.socket:
         ) from error
 
 
-def _admit(message: Mapping[str, object] | None, connection: Any, present: dict[int, Any], count: int) -> None:
+def _admit(
+    message: Mapping[str, object] | None, connection: socket.socket, present: dict[int, socket.socket], count: int
+) -> None:
     process = (message or {}).get("process")
     if message is None or not isinstance(process, int):
         return  # someone else on the network
@@ -144,7 +146,7 @@ def _send(connection: socket.socket, value: Mapping[str, object]) -> None:
         connection.sendall(json.dumps(value).encode() + b"\n")
 
 
-def _read(connection: socket.socket, timeout: float) -> dict[str, Any] | None:
+def _read(connection: socket.socket, timeout: float) -> dict[str, object] | None:
     """A line of JSON; None where none comes in time."""
     until = time.monotonic() + timeout
     line = b"".join(_pieces(connection, until))

@@ -63,7 +63,7 @@ class LogicalRules(Mapping[str, tuple[str, ...]]):
         return len(self._rules)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._rules.items()))
+        return hash(frozenset(self._rules.items()))  # equal mappings in any order are equal, and hash so
 
     def __repr__(self) -> str:
         return f"LogicalRules({self._rules})"
@@ -91,8 +91,9 @@ class LogicalRules(Mapping[str, tuple[str, ...]]):
                 f"LogicalRules: {where} has {rank} axes (shape {tuple(shape or ())}), but {len(names)} names: "
                 f"{_listed(names)}; pass a name for each of its last axes."
             )
+        # axes before the named ones: layers of a stack, experts
         entries: list[tuple[str, ...]] = [()] * (rank - len(names))
-        user: dict[str, str] = {}
+        user: dict[str, str] = {}  # which axis took a mesh axis, for the error
         for name in names:
             if name is not None and name not in self._rules:
                 raise ShapeError(
@@ -135,6 +136,7 @@ class LogicalRules(Mapping[str, tuple[str, ...]]):
                     f"{function}: `rules` map {name!r} (axis {place} of {where}) to {missing[0]!r}, but the mesh's "
                     f"axes are {', '.join(mesh.shape)}; make a mesh with it, or map {name!r} to one of these or None."
                 )
+            # several mesh axes split one dimension by their product
             parts = math.prod(mesh.shape[axis] for axis in axes)
             if size % parts:
                 sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
@@ -146,7 +148,7 @@ class LogicalRules(Mapping[str, tuple[str, ...]]):
 
 
 @checked
-def shardings(tree: Any, mesh: Mesh, rules: LogicalRules, axes: Mapping[str, Names] | None = None) -> Any:
+def shardings(tree: PyTree, mesh: Mesh, rules: LogicalRules, axes: Mapping[str, Names] | None = None) -> PyTree:
     """The sharding of every array of a tree, as `shard` lays it out: for `out_shardings` of `jax.jit`, or a restore.
 
     The arguments and errors are those of `shard`.
@@ -199,7 +201,7 @@ def path_text(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(inner, simple=True, separator="/")
 
 
-def names_of(tree: object) -> list[tuple[str, Any]]:
+def names_of(tree: object) -> list[tuple[str, jax.Array]]:
     """(path, leaf) of every array of a tree, checked."""
     paths = [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     for where, leaf in paths:
@@ -214,7 +216,7 @@ def _names(path: str, axes: Mapping[str, Names]) -> Names | None:
     ('embed', 'heads')
     """
     parts = path.split("/")
-    ends = ("/".join(parts[start:]) for start in range(len(parts)))
+    ends = ("/".join(parts[start:]) for start in range(len(parts)))  # from the longest end to the shortest
     return next((axes[end] for end in ends if end in axes), None)
 
 

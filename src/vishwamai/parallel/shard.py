@@ -17,14 +17,14 @@ from vishwamai.parallel.rules import LogicalRules, Names, shardings
 
 @checked
 def shard(
-    tree: Any,
+    tree: PyTree,
     mesh: Mesh,
     rules: LogicalRules | None = None,
     axes: Mapping[str, Names] | None = None,
     *,
     adaptive: bool = False,
     **options: Any,
-) -> Any:
+) -> PyTree:
     """The tree with every array laid out over the mesh as the rules say.
 
     Where the names of an array's axes come from: `axes` has them by the end of its path, "query" or "attention/query";
@@ -61,10 +61,10 @@ def shard(
     with a logical name or None for each of its last axes.
     """
 
-    def put(leaf: PyTree, sharding: NamedSharding) -> Any:
+    def put(leaf: PyTree, sharding: NamedSharding) -> jax.Array | jax.ShapeDtypeStruct:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
-        return jax.device_put(leaf, sharding)
+        return jax.device_put(leaf, sharding)  # with several processes each puts its own shards
 
     if adaptive:
         return jax.tree.map(put, tree, adaptive_sharding(tree, mesh, rules, axes, **options).shardings)

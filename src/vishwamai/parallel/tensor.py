@@ -47,6 +47,7 @@ def _copied(x: Array, axis: str) -> Array:
     return x
 
 
+# Each shard's gradient is a part of the sum: they add up where x was whole.
 _copied.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (jax.lax.psum(g, axis),))
 
 
@@ -79,4 +80,5 @@ def _summed(x: Array, axis: str) -> Array:
     return jax.lax.psum(x, axis)
 
 
+# Under `check_vma=False` psum's own transpose is a psum again, which would count the gradient once for each shard.
 _summed.defvjp(lambda x, axis: (jax.lax.psum(x, axis), None), lambda axis, _, g: (g,))

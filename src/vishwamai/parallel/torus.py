@@ -20,6 +20,7 @@ def hops(a: Place, b: Place, sides: Sequence[int], wraps: Sequence[bool]) -> int
     2
     """
     distances = [abs(x - y) for x, y in zip(a, b[: len(sides)])]
+    # the shorter way around where the side is closed
     return sum(min(d, n - d) if wrap else d for d, n, wrap in zip(distances, sides, wraps))
 
 
@@ -40,7 +41,7 @@ def ring(sides: Sequence[int]) -> list[Place]:
     others = [i for i in range(len(sides)) if i != turned]
     path = _serpentine([sides[i] for i in others])
     rows, columns = sides[turned], len(path)
-    if columns == 1 or rows % 2:
+    if columns == 1 or rows % 2:  # no way back without a jump: a path, and not a ring
         cells = [(r, c) for r in range(rows) for c in (range(columns) if r % 2 == 0 else reversed(range(columns)))]
     else:  # up and down the rows in all columns but the first, and back in the first
         cells = [(0, 0)]
@@ -69,17 +70,19 @@ def on_neighbours(grid: np.ndarray, chip: TpuChip) -> np.ndarray:
     """The grid of devices with its last axis in the order of a ring, where its lines are boxes of the slice."""
     sides = sides_of(grid.reshape(-1).tolist())
     wraps = hardware.wraps(chip, sides)
-    if length(grid, sides, wraps) == 0 or grid.shape[-1] < 3:
+    if length(grid, sides, wraps) == 0 or grid.shape[-1] < 3:  # two devices are neighbours either way
         return grid
     lines = grid.reshape(-1, grid.shape[-1])
-    places = [place(device) for device in lines[0]]
+    places = [
+        place(device) for device in lines[0]
+    ]  # an order for the first line, which `length` below judges on all lines
     corner = [min(axis) for axis in zip(*places)]
     box = [max(axis) - low + 1 for low, axis in zip(corner, zip(*places))]
-    if math.prod(box) != len(places):
+    if math.prod(box) != len(places):  # not a box: no order is known to be a ring
         return grid
     index_of = {tuple(x - low for x, low in zip(coordinates, corner)): i for i, coordinates in enumerate(places)}
     reordered = grid[..., [index_of[point] for point in ring(box)]]
-    return min((grid, reordered), key=lambda order: length(order, sides, wraps))
+    return min((grid, reordered), key=lambda order: length(order, sides, wraps))  # never worse than before
 
 
 def length(grid: np.ndarray, sides: Sequence[int], wraps: Sequence[bool]) -> int:
@@ -125,7 +128,7 @@ def along_sides(grid: np.ndarray) -> list[np.ndarray]:
     orders_of_devices = ([devices[i] for i in sorted(range(len(devices)), key=key.__getitem__)] for key in keys)
     grids = []
     for order in orders_of_devices:
-        cells = np.empty(len(order), dtype=object)
+        cells = np.empty(len(order), dtype=object)  # filled afterwards: NumPy would look into the devices for sequences
         cells[:] = order
         grids.append(cells.reshape(grid.shape))
     return grids

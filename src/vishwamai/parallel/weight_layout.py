@@ -21,7 +21,7 @@ from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.hardware import tpu_for
 from vishwamai.core.pallas import round_up
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.parallel.mesh import make_mesh, sides_of, slice_name, slice_of
 from vishwamai.parallel.placement import ShardingTable, explain_sharding, tiled
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SIDES = ("x", "y", "z")
 
 
-class MemoryLayout(dict[str, Any]):
+class MemoryLayout(dict[str, PyTree]):
     """Weights laid out over a slice: arrays where its devices are there, otherwise shapes with their shardings.
 
     Attributes:
@@ -44,7 +44,7 @@ class MemoryLayout(dict[str, Any]):
       whole: bytes that a device would hold of all weights, unsplit.
     """
 
-    def __init__(self, weights: Mapping[str, Any], mesh: Mesh):
+    def __init__(self, weights: Mapping[str, object], mesh: Mesh):
         def sharding(x: AnyArray) -> NamedSharding:
             return NamedSharding(mesh, _least(x.shape, jnp.dtype(x.dtype).itemsize, mesh))
 
@@ -55,7 +55,7 @@ class MemoryLayout(dict[str, Any]):
         )
         self.table: ShardingTable = explain_sharding(self.shapes)
         self.nbytes = sum(tiled(x.shape, jnp.dtype(x.dtype).itemsize) for x in jax.tree.leaves(self.shapes))
-        local = set(mesh.devices.flat) <= set(jax.devices())
+        local = set(mesh.devices.flat) <= set(jax.devices())  # a described slice has no memory to place in
         values = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(dict(weights)))
         super().__init__(self.place(dict(weights)) if local and not values else self.shapes)
 
@@ -64,7 +64,7 @@ class MemoryLayout(dict[str, Any]):
         """Bytes that each device holds less than all weights."""
         return self.nbytes - self.table.bytes_per_device
 
-    def place(self, weights: AnyArray) -> Any:
+    def place(self, weights: PyTree) -> PyTree:
         """The weights on the devices of the slice, which have to be there."""
         return jax.device_put(weights, self.shardings)
 
@@ -134,13 +134,15 @@ def _mesh_of_sides(topology: str) -> Mesh:
 def _least(shape: tuple[int, ...], item: int, mesh: Mesh) -> PartitionSpec:
     """The split that holds least."""
     axes = mesh.axis_names
-    best: tuple[Any, PartitionSpec] | None = None
+    best: tuple[tuple[int, int, list[int]], PartitionSpec] | None = None
+    # each side of the slice to one axis, or to none: few enough to count all
     for places in itertools.product((*range(len(shape)), None), repeat=len(axes)):
         entries = [tuple(a for a, place in zip(axes, places) if place == i) for i in range(len(shape))]
         parts = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
         if any(size % n for size, n in zip(shape, parts)):
             continue
         nbytes = tiled(tuple(size // n for size, n in zip(shape, parts)), item)
+        # of equals, fewer split axes, then the first ones
         cost = nbytes, sum(n > 1 for n in parts), [-n for n in parts]
         if best is None or cost < best[0]:
             spec = PartitionSpec(*(None if not e else e[0] if len(e) == 1 else e for e in entries))
@@ -230,6 +232,7 @@ def optimize_kernel_layout(kernel: Shaped[Array, "*batch rows columns"], block_s
 
 
 def _argument_bytes(shapes: object) -> int:
+    # unused arguments would be dropped, and their bytes with them
     memory = jax.jit(lambda weights: 0, keep_unused=True).lower(shapes).compile().memory_analysis()
     assert memory is not None, "libtpu has it of every program"
     return memory.argument_size_in_bytes

@@ -27,6 +27,8 @@ from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.installing import install_line
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from vishwamai.patch.swaps import Patch
 
 __all__ = ["register_attention", "transformers"]
@@ -106,7 +108,7 @@ def register_attention(name: str = "vishwamai") -> None:
     _needing_torch("patch.register_attention", "attention").register(name)
 
 
-def _needing_torch(function: str, module: str) -> Any:
+def _needing_torch(function: str, module: str) -> ModuleType:
     """A module of this package, which imports torch."""
     try:
         return importlib.import_module(f"vishwamai.patch.{module}")

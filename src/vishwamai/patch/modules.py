@@ -102,7 +102,7 @@ def _norm_form(kind: type) -> str | None:
     return next((form for path, form in _NORMS.items() if _class_known(path, kind)), None)
 
 
-def norm(module: nn.Module) -> Callable[..., Any] | None:
+def norm(module: nn.Module) -> Callable[..., Tensor] | None:
     """The forward pass of a normalization on our operation; None where the module is not one that is known."""
     kind = type(module)
     if kind is nn.LayerNorm:
@@ -210,7 +210,7 @@ def mlp_why_not(module: Any) -> str | None:
     return None
 
 
-def mlp(module: object) -> Callable[..., Any]:
+def mlp(module: object) -> Callable[..., Tensor]:
     """The forward pass of a feed-forward network on our operation."""
     form = feed_forward(type(module))
     assert form is not None  # or `mlp_why_not` says so
@@ -286,7 +286,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
     return apply_rope((q, k), tables=tables, layout="bhsd" if unsqueeze_dim == 1 else "bshd")
 
 
-def with_rope(module: nn.Module) -> Callable[..., Any] | None:
+def with_rope(module: nn.Module) -> types.FunctionType | None:
     """The forward pass of an attention module, which finds our rotary embedding under the name that it calls; None
     where its decorators do not let it be exchanged.
     """

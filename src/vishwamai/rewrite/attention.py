@@ -212,7 +212,7 @@ def _attention(graph: Graph, softmax: Softmax, product: JaxprEqn, labels: Labels
     )
 
 
-def _sides(product: JaxprEqn, labels: Labels) -> tuple[dict[int, Any], dict[int, Any], set[Hashable], Labels]:
+def _sides(product: JaxprEqn, labels: Labels) -> tuple[dict[int, Hashable], dict[int, Hashable], set[Hashable], Labels]:
     """The labels of the free axes of both operands by place, those of the shared axes, and new ones of the summed."""
     (sum_l, sum_r), (batch_l, batch_r) = product.params["dimension_numbers"]
     ranks = [len(a.aval.shape) for a in product.invars]
@@ -235,7 +235,7 @@ def _operands(product: JaxprEqn, labels: Labels, contracted: Labels) -> tuple[La
     return results[0], results[1]
 
 
-def _values(product: JaxprEqn, place: int, weights: Labels) -> tuple[Labels, Labels, list[Any]]:
+def _values(product: JaxprEqn, place: int, weights: Labels) -> tuple[Labels, Labels, list[Hashable]]:
     """The labels of the values and of the result, and the labels that the product with the values sums over."""
     sums, batches = product.params["dimension_numbers"]
     rank = len(product.invars[1 - place].aval.shape)

@@ -105,7 +105,7 @@ def as_match(graph: Graph, attention: FoundAttention) -> Match:
     out_aval = attention.last.outvars[0].aval
     out_sizes = [sizes.get(label, 1) for label in attention.out]
 
-    def call(query: jax.Array, key: jax.Array, value: jax.Array, *others: jax.Array) -> Any:
+    def call(query: jax.Array, key: jax.Array, value: jax.Array, *others: jax.Array) -> jax.Array:
         q = _laid(query, layouts[0], (axes.batch, (*axes.heads, *axes.groups), axes.row, axes.contracted), sizes, dtype)
         k = _laid(key, layouts[1], (axes.batch, axes.heads, axes.keys, axes.contracted), sizes, dtype)
         v = _laid(value, layouts[2], (axes.batch, axes.heads, axes.keys, axes.features), sizes, dtype)
@@ -167,7 +167,7 @@ def _axes(attention: FoundAttention, sizes: dict[Hashable, int]) -> _Axes:
     )
 
 
-def _dtype(attention: FoundAttention) -> Any:
+def _dtype(attention: FoundAttention) -> np.dtype:
     """The dtype that the operation takes: what all operands widen to without loss."""
     dtypes = [jnp.dtype(atom.aval.dtype) for atom, _ in _operands(attention)]
     wrong = [d.name for d in dtypes if d not in FLOATS]
@@ -216,7 +216,9 @@ def _static(
     return limits, left
 
 
-def _laid(x: AnyArray, labels: Labels, parts: tuple[Labels, ...], sizes: dict[Hashable, int], dtype: np.dtype) -> Any:
+def _laid(
+    x: AnyArray, labels: Labels, parts: tuple[Labels, ...], sizes: dict[Hashable, int], dtype: np.dtype
+) -> jax.Array:
     """`x` with its axes joined to these four, repeated along the ones it lacks."""
     order = tuple(label for part in parts for label in part)
     x = ordered(x, labels, order, jnp.transpose).astype(dtype)
@@ -224,7 +226,7 @@ def _laid(x: AnyArray, labels: Labels, parts: tuple[Labels, ...], sizes: dict[Ha
     return x.reshape([math.prod(sizes[label] for label in part) for part in parts])
 
 
-def _broadcast(x: AnyArray, labels: Labels, axes: _Axes, sizes: dict[Hashable, int]) -> Any:
+def _broadcast(x: AnyArray, labels: Labels, axes: _Axes, sizes: dict[Hashable, int]) -> jax.Array:
     """A mask or bias `[batch or 1, heads or 1, rows or 1, keys or 1]`."""
     parts = (axes.batch, (*axes.heads, *axes.groups), axes.row, axes.keys)
     x = ordered(x, labels, axes.scores, jnp.transpose)
@@ -239,8 +241,8 @@ def _broadcast(x: AnyArray, labels: Labels, axes: _Axes, sizes: dict[Hashable, i
 
 
 def _with_dead_rows(
-    out: Any, value: Any, mask: AnyArray, low: int | None, high: int | None, columns: int, dead: float
-) -> Any:
+    out: jax.Array, value: jax.Array, mask: AnyArray, low: int | None, high: int | None, columns: int, dead: float
+) -> jax.Array:
     """`out` with what the program has in rows that see no key: the mean of the values if hidden logits are finite and
     equal, NaN if they are minus infinity. The operation gives 0 there.
     """

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from vishwamai.core.precision import FLOATS
@@ -357,7 +358,7 @@ def _call(walk: _Product, eps: float) -> Match:
     has_scale, has_offset = bool(walk.scales), walk.offset is not None
     function = layer_norm if statistic.operation == "layer_norm" else rms_norm
 
-    def call(array: Any, *parameters: Any) -> Any:
+    def call(array: jax.Array, *parameters: jax.Array) -> jax.Array:
         flat = [p.reshape(-1) for p in parameters]
         scale = flat.pop(0) if has_scale else None
         offset = flat.pop(0) if has_offset else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -133,7 +134,7 @@ class Rewriter:
             )
         return None
 
-    def _targeted(self) -> Any:
+    def _targeted(self) -> AbstractContextManager[object]:
         """A block that plans for the target."""
         return kernel_config() if self.target is None else kernel_config(target=self.target)
 

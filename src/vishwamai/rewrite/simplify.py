@@ -7,7 +7,7 @@ another name of one would be read after it is gone.
 from __future__ import annotations
 
 import collections
-from typing import Any
+from collections.abc import Hashable
 
 import numpy as np
 from jax.core import ShapedArray
@@ -54,7 +54,7 @@ def _shared(program: ClosedJaxpr, counts: Counts) -> ClosedJaxpr:
     jaxpr = program.jaxpr
     given_away = donated(jaxpr)
     instead: dict[Var, Atom] = {}
-    first: dict[Any, JaxprEqn] = {}
+    first: dict[Hashable, JaxprEqn] = {}
     widened: dict[Var, Atom] = {}  # what a lossless cast was made of
     unique = []
     for eqn in jaxpr.eqns:
@@ -101,7 +101,7 @@ def _may_stand_for(atom: Atom, var: Var, given_away: set[Var]) -> bool:
     return isinstance(var.aval, ShapedArray) and atom.aval == var.aval
 
 
-def _key(eqn: JaxprEqn) -> Any:
+def _key(eqn: JaxprEqn) -> Hashable:
     """What two equations of one value have in common; None for one that must stay."""
     shaped = all(isinstance(v.aval, ShapedArray) for v in (*eqn.invars, *eqn.outvars))
     if (
@@ -121,12 +121,12 @@ def _key(eqn: JaxprEqn) -> Any:
     return key
 
 
-def _of_literal(literal: Literal) -> Any:
+def _of_literal(literal: Literal) -> Hashable:
     value = np.asarray(literal.val)
     return str(literal.aval), value.dtype, value.shape, value.tobytes()
 
 
-def _of_value(value: object) -> Any:
+def _of_value(value: object) -> Hashable:
     """A parameter for comparison: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_of_value, value))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from vishwamai.core import caches
@@ -27,7 +28,7 @@ def read(folder: str, key: str) -> dict[str, Any] | None:
         return None
 
 
-def write(folder: str, key: str, value: dict[str, Any]) -> bool:
+def write(folder: str, key: str, value: Mapping[str, object]) -> bool:
     """Keeps an answer, all of it or nothing; a `CacheWarning` says once why none is kept.
 
     Returns:

@@ -67,7 +67,7 @@ class Report:
 
 
 @checked
-def check(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: Any) -> Report:
+def check(fn: Callable[..., object], *args: object, target: str = "v5e", **kwargs: Any) -> Report:
     """Compiles `fn(*args, **kwargs)` for `target` and says in words whether it fits.
 
     A crash of libtpu, a failed check of its C++ code, ends the process that calls this. The command `vishwamai check`

@@ -167,7 +167,7 @@ def environment(options: str = "", without: Sequence[str] = ()) -> dict[str, str
     return variables | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-def answer_lines(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def answer_lines(answer: Callable[[Question], Answer]) -> None:
     """Answers every line of standard input, a question in JSON, with a line on standard output: {"crashed": traceback}
     where `answer` raises. What C++ code prints goes to standard error.
     """

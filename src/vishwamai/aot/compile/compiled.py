@@ -30,6 +30,7 @@ from vishwamai.core.hardware import TpuChip
 from vishwamai.core.hlo import parse_module
 from vishwamai.core.numbers import human
 from vishwamai.core.target import Target
+from vishwamai.core.types import Device, PyTree
 
 __all__ = ["Compiled", "Cost", "Memory", "compile_for", "place"]
 
@@ -146,7 +147,7 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _sharding(leaf: Any, devices: tuple[object, ...], target: str) -> jax.sharding.Sharding:
+def _sharding(leaf: Any, devices: tuple[Device, ...], target: str) -> jax.sharding.Sharding:
     """Where an argument lies on the target: its own NamedSharding carried over axis by axis, else replicated."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
@@ -165,7 +166,7 @@ def _sharding(leaf: Any, devices: tuple[object, ...], target: str) -> jax.shardi
     return NamedSharding(Mesh(np.asarray(devices, dtype=object), ("devices",)), PartitionSpec())
 
 
-def _in_order(tree: object, devices: tuple[object, ...]) -> tuple[Any, ...]:
+def _in_order(tree: object, devices: tuple[Device, ...]) -> tuple[Device, ...]:
     """The devices in the order of the first mesh that is made of them, such as a ring; else as they are."""
     for leaf in jax.tree.leaves(tree):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
@@ -175,7 +176,7 @@ def _in_order(tree: object, devices: tuple[object, ...]) -> tuple[Any, ...]:
 
 
 @checked
-def place(tree: Any, target: str) -> Any:
+def place(tree: PyTree, target: str) -> PyTree:
     """The shapes of a tree of arguments, placed on the devices of a target.
 
     Arrays and `jax.ShapeDtypeStruct`s become ShapeDtypeStructs; everything else (static arguments) stays. A
@@ -194,7 +195,7 @@ def place(tree: Any, target: str) -> Any:
     """
     devices = _in_order(tree, libtpu.devices_for(target))
 
-    def place_leaf(leaf: Any) -> Any:
+    def place_leaf(leaf: Any) -> object:
         if not _is_array(leaf):
             return leaf
         weak = bool(getattr(leaf, "weak_type", False))
@@ -255,7 +256,7 @@ def compile_for(
     fn: Callable[..., object],
     *args: object,
     target: str = "v5e",
-    compiler_options: Mapping[str, Any] | RuntimeConfig | None = None,
+    compiler_options: Mapping[str, object] | RuntimeConfig | None = None,
     **kwargs: object,
 ) -> Compiled:
     """Compiles `fn(*args, **kwargs)` for a TPU chip or topology that need not be here.

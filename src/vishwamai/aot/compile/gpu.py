@@ -25,6 +25,7 @@ from vishwamai.core.cases import Case
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.hardware import GPUS
 from vishwamai.core.triton_launch import POINTERS, compiled
+from vishwamai.core.types import PyTree
 
 _HOPPER = GPUS["h100"]
 
@@ -77,13 +78,13 @@ def launches(case: Case, *, backward: bool = True) -> list[RecordedLaunch]:
     before = gpu.launcher("jax")
     assert before is not None
 
-    def record(how: gpu.Launch, inputs: dict[str, Any], outputs: dict[str, gpu.Result]) -> list[Any]:
+    def record(how: gpu.Launch, inputs: dict[str, jax.Array], outputs: dict[str, gpu.Result]) -> list[jax.Array]:
         starts = {f"{name}_init": out for name, out in outputs.items() if out.initialized}
         types = tuple((name, POINTERS[x.dtype.name]) for name, x in {**inputs, **starts, **outputs}.items())
         recorded.append(RecordedLaunch(dataclasses.replace(how), types))
         return before(how, inputs, outputs)
 
-    def run(arrays: dict[str, Any]) -> Any:
+    def run(arrays: dict[str, jax.Array]) -> tuple[PyTree, PyTree]:
         chosen = {name: arrays[name] for name in case.differentiable} if backward else {}
         rest = {name: x for name, x in arrays.items() if name not in chosen}
         outputs, pull = jax.vjp(lambda chosen: case.run({**rest, **chosen}, implementation="triton"), chosen)

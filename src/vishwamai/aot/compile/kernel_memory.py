@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import Literal, jaxprs_in_params
+import jax.core
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from vishwamai.aot.compile.diagnose import CompilerProblem, as_error
 from vishwamai.core.hardware import TpuChip
@@ -16,7 +17,7 @@ from vishwamai.core.qtensor import bits
 from vishwamai.core.types import PyTree
 
 
-def refuse_too_large(jaxpr: object, chip: TpuChip) -> None:
+def refuse_too_large(jaxpr: Jaxpr, chip: TpuChip) -> None:
     """Checks every Pallas kernel of a program.
 
     Raises:
@@ -40,7 +41,7 @@ def refuse_too_large(jaxpr: object, chip: TpuChip) -> None:
             raise as_error(problem, str(problem))
 
 
-def _kernels(jaxpr: Any) -> Iterator[Any]:
+def _kernels(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     for equation in jaxpr.eqns:
         if equation.primitive.name != "pallas_call":
             for inner in jaxprs_in_params(equation.params):
@@ -76,12 +77,12 @@ def _buffers(block: Any, grid: tuple[object, ...]) -> int:
     return 2 if any(v is axis for v in read if not isinstance(v, Literal) for axis in axes) else 1
 
 
-def _size(array: Any) -> int:
+def _size(array: jax.core.ShapedArray) -> int:
     size = bits(array.dtype)
     for length in array.shape:
         size *= length
     return size // 8
 
 
-def _words(array: Any) -> str:
+def _words(array: jax.core.ShapedArray) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"

@@ -62,7 +62,7 @@ def _steered(jaxpr: Any) -> bool:
     return False
 
 
-def _inner(equation: Any) -> Iterator[tuple[str, Any, Sequence[Any]]]:
+def _inner(equation: jex.JaxprEqn) -> Iterator[tuple[str, jex.Jaxpr, Sequence[object]]]:
     for key, value in equation.params.items():
         for part in value if isinstance(value, tuple) else (value,):  # a cond has a tuple of branches
             if hasattr(part, "jaxpr") and hasattr(part, "consts"):
@@ -71,9 +71,9 @@ def _inner(equation: Any) -> Iterator[tuple[str, Any, Sequence[Any]]]:
                 yield key, part, ()
 
 
-def _inside(equation: Any, key: str, body: Any, values: Sequence[object]) -> list[Any]:
+def _inside(equation: Any, key: str, body: Any, values: Sequence[object]) -> list[object]:
     """What is known inside a loop or a branch: what is the same in every turn, and all operands of a branch."""
-    arguments: list[Any] = [UNKNOWN] * len(body.invars)
+    arguments: list[object] = [UNKNOWN] * len(body.invars)
     if equation.primitive.name == "cond":
         arguments[:] = values[1:]
     elif key == "jaxpr":  # scan: constants, carry, slices
@@ -96,19 +96,19 @@ def _size(equation: Any) -> int:
 
 
 def _walk(
-    jaxpr: Any, consts: Sequence[object], inputs: Sequence[object], outputs: list[Any]
+    jaxpr: jex.Jaxpr, consts: Sequence[object], inputs: Sequence[object], outputs: list[object]
 ) -> list[tuple[str, dict[int, np.ndarray]]]:
     """Folds one jaxpr; fills `outputs` with what its results are and returns the kernels met."""
-    environment: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
+    environment: dict[jex.Var, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
     kernels: list[tuple[str, dict[int, np.ndarray]]] = []
 
-    def read(variable: Any) -> Any:
+    def read(variable: jex.Var | jex.Literal) -> Any:
         return variable.val if isinstance(variable, jex.Literal) else environment.get(variable, UNKNOWN)
 
     for equation in jaxpr.eqns:
         values = [read(variable) for variable in equation.invars]
         name = equation.primitive.name
-        results: list[Any] = [UNKNOWN] * len(equation.outvars)
+        results: list[object] = [UNKNOWN] * len(equation.outvars)
         inner = list(_inner(equation))
         complete = all(value is not UNKNOWN for value in values)
         if name == "pallas_call":

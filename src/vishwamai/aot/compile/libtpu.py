@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import IO
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from vishwamai.core.hardware import TPUS, sides_text
 from vishwamai.core.installing import install_line
 from vishwamai.core.jax_private import load_libtpu_as_compiler
 from vishwamai.core.target import Target
+from vishwamai.core.types import Device
 
 
 def install_hint() -> str:
@@ -61,7 +62,7 @@ def versions() -> dict[str, str]:
         ) from None
 
 
-def identity() -> dict[str, Any]:
+def identity() -> Mapping[str, object]:
     """What decides what the compiler makes of a program: `versions`, and the options that the environment has for it.
 
     Options of XLA's other platforms are left out. Kept answers have this in their keys.
@@ -75,7 +76,7 @@ def identity() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def quiet_stderr() -> Iterator[Any]:
+def quiet_stderr() -> Iterator[IO[bytes]]:
     """Sends file descriptor 2 to a file in memory for the block, so that C++ code cannot print; yields that file."""
     with contextlib.suppress(ValueError, OSError):
         sys.stderr.flush()
@@ -100,13 +101,13 @@ def stderr_has_a_reader() -> None:
     _reader.append(True)
 
 
-def quiet_compiler() -> contextlib.AbstractContextManager[Any]:
+def quiet_compiler() -> contextlib.AbstractContextManager[object]:
     """Keeps what the compiler's C++ code prints, stack traces among it, from the terminal; its errors say it too."""
     return contextlib.nullcontext() if _reader else quiet_stderr()
 
 
 @functools.cache
-def _describe(chip_name: str, topology: str) -> tuple[Any, ...]:
+def _describe(chip_name: str, topology: str) -> tuple[Device, ...]:
     if not has_libtpu():
         raise DeviceError(
             f"compiling for TPU {chip_name} needs the package libtpu, which is missing; {install_hint()}."
@@ -127,7 +128,7 @@ def _describe(chip_name: str, topology: str) -> tuple[Any, ...]:
             ) from error
 
 
-def local_devices() -> list[Any]:
+def local_devices() -> list[Device]:
     """This machine's devices; libtpu, where it is installed without a TPU, is kept from complaining about that, as it
     does when JAX first asks.
     """
@@ -135,7 +136,7 @@ def local_devices() -> list[Any]:
         return jax.devices()
 
 
-def devices_for(target: str) -> tuple[Any, ...]:
+def devices_for(target: str) -> tuple[Device, ...]:
     """The devices of a target, described and not present: one for "v5e", all of them for "v5e:4x4".
 
     Raises:
@@ -181,6 +182,6 @@ def mesh_for(target: str, axes: Mapping[str, int]) -> Mesh:
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
 
 
-def describe_device(target: str) -> Any:
+def describe_device(target: str) -> Device:
     """The first device of a target, as jax sees it."""
     return devices_for(target)[0]

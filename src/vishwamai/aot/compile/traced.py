@@ -25,7 +25,7 @@ from vishwamai.aot.compile.known import scalar_operands
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.installing import install_line
 from vishwamai.core.target import Target
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import Device, PyTree
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -134,7 +134,7 @@ def trace(fn: Callable[..., object], *args: object, target: str, **kwargs: objec
     return trace_call(fn, args, kwargs, target)
 
 
-def trace_call(fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], target: str) -> Program:
+def trace_call(fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], target: str) -> Program:
     """`trace`, with the arguments of `fn` as a sequence and a mapping."""
     target = Target.parse_tpu(target).name or target
     chip = Target.parse_chip(target)
@@ -195,15 +195,15 @@ def _exact_export() -> Iterator[None]:
 
 
 def _over_arrays(
-    fn: Callable[..., object], leaves: Sequence[Any], tree: object, arrays: Sequence[int]
-) -> Callable[..., Any]:
+    fn: Callable[..., object], leaves: Sequence[object], tree: object, arrays: Sequence[int]
+) -> Callable[..., tuple[jax.Array, ...]]:
     """`fn` as a function of the arrays among its arguments alone, which gives a tuple of arrays.
 
     Args:
         leaves, tree: the flattened pair of positional and keyword arguments; `arrays`: which of the leaves are arrays.
     """
 
-    def flat(*values: Any) -> tuple[Any, ...]:
+    def flat(*values: jax.Array) -> tuple[jax.Array, ...]:
         filled = list(leaves)
         for index, value in zip(arrays, values):
             filled[index] = value
@@ -214,13 +214,13 @@ def _over_arrays(
     return flat
 
 
-def _integers(arrays: Sequence[Any]) -> dict[int, np.ndarray]:
+def _integers(arrays: Sequence[object]) -> dict[int, np.ndarray]:
     """Those of a function's flat arguments that are arrays of integers, not shapes alone, by position."""
     arrays_by_place = {i: x for i, x in enumerate(arrays) if isinstance(x, (np.ndarray, jax.Array))}
     return {i: np.asarray(x) for i, x in arrays_by_place.items() if np.issubdtype(x.dtype, np.integer)}
 
 
-def _donated(fn: Any, args: Any, kwargs: Any) -> set[str]:
+def _donated(fn: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> set[str]:
     """Paths of the donated arguments of a jitted function."""
     if not hasattr(fn, "trace"):
         return set()
@@ -230,7 +230,7 @@ def _donated(fn: Any, args: Any, kwargs: Any) -> set[str]:
     return {jax.tree_util.keystr(path) for path, leaf in leaves if leaf.donated}
 
 
-def _path(path: Any) -> str:
+def _path(path: jax.tree_util.KeyPath) -> str:
     """The path without the level that parts positional from keyword arguments."""
     return jax.tree_util.keystr(path[1:])
 
@@ -243,7 +243,7 @@ def _size(shape: Sequence[int], dtype: DTypeLike) -> int:
     return math.prod(shape) * getattr(dtype, "itemsize", 4)
 
 
-def _one_mesh(tree: PyTree) -> Any:
+def _one_mesh(tree: PyTree) -> PyTree:
     """The placed arguments, with those that are whole on every device on the mesh of the others."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
     split = [s.mesh for s in shardings if isinstance(s, NamedSharding) and any(s.spec)]
@@ -251,7 +251,7 @@ def _one_mesh(tree: PyTree) -> Any:
         return tree
     replicated = NamedSharding(split[0], PartitionSpec())
 
-    def replicate(leaf: Any) -> Any:
+    def replicate(leaf: Any) -> object:
         sharding = getattr(leaf, "sharding", None)
         return (
             leaf.update(sharding=replicated) if isinstance(sharding, NamedSharding) and not any(sharding.spec) else leaf
@@ -267,7 +267,7 @@ def write_sharding(sharding: NamedSharding) -> str:
     return json.dumps([list(mesh.axis_names), list(mesh.shape.values()), types, order, list(sharding.spec)])
 
 
-def read_sharding(text: str, devices: tuple[Any, ...]) -> NamedSharding:
+def read_sharding(text: str, devices: tuple[Device, ...]) -> NamedSharding:
     """The sharding that `write_sharding` wrote, over these devices."""
     names, sizes, types, order, spec = json.loads(text)
     by_id = {int(device.id): device for device in devices}
@@ -276,7 +276,7 @@ def read_sharding(text: str, devices: tuple[Any, ...]) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in spec)))
 
 
-def devices_in_order(program: Program) -> tuple[Any, ...]:
+def devices_in_order(program: Program) -> tuple[Device, ...]:
     """The devices of a program in the order of its mesh, by which the compiler numbers them."""
     devices = libtpu.devices_for(program.target)
     places = (argument.place for argument in program.arguments if argument.place is not None)

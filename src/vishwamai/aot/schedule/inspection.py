@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from vishwamai.aot.compile.options.config import RuntimeConfig, compiler_options_of
 from vishwamai.aot.compile.traced import Program, trace_call
@@ -26,6 +25,7 @@ from vishwamai.aot.schedule.times import TOP
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError, UnsupportedError, VishwamaiError
 from vishwamai.core.target import Target, devices_of
+from vishwamai.core.types import PyTree
 
 __all__ = ["Inspection", "KernelSchedule", "inspect", "inspect_many"]
 
@@ -44,7 +44,7 @@ class KernelSchedule(ScheduleEstimate):
     def __str__(self) -> str:
         return self.table()
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Everything as plain values, for JSON."""
         return text.as_dict(self)
 
@@ -69,15 +69,15 @@ class Inspection:
         'v5e'
     """
 
-    fn: Callable[..., Any]
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fn: Callable[..., PyTree]
+    args: Sequence[object] = ()
+    kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     target: str = "v5e"
     flops: float | None = None
     nbytes: float | None = None
     dtype: str | None = None
     name: str | None = None
-    compiler_options: Mapping[str, Any] | RuntimeConfig | None = None
+    compiler_options: Mapping[str, object] | RuntimeConfig | None = None
 
 
 def _custom_calls(dump: Dump) -> frozenset[str]:
@@ -149,7 +149,7 @@ def inspect(
     nbytes: float | None = None,
     dtype: str | None = None,
     name: str | None = None,
-    compiler_options: Mapping[str, Any] | RuntimeConfig | None = None,
+    compiler_options: Mapping[str, object] | RuntimeConfig | None = None,
 ) -> KernelSchedule:
     """Estimates how `fn(*args, **kwargs)` runs on a TPU that need not be here, from the schedule that its compiler
     makes.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from vishwamai.aot.schedule.advice import advise
 from vishwamai.aot.schedule.estimate import SHOWN_UNITS, ScheduleEstimate
@@ -42,7 +41,7 @@ def table(schedule: ScheduleEstimate) -> str:
     return "\n".join(lines)
 
 
-def as_dict(schedule: ScheduleEstimate) -> dict[str, Any]:
+def as_dict(schedule: ScheduleEstimate) -> dict[str, object]:
     """Everything as plain values, for JSON."""
     return {
         "name": schedule.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from vishwamai.aot.compile.compiled import Memory
 from vishwamai.aot.compile.options.ask import ask
@@ -30,7 +29,7 @@ _JUDGED = ("fusion", "memory", "schedule")
 
 _SWITCHES = tuple(o.name for o in TPU_OPTIONS.values() if o.area == "fusion" and o.kind == "bool")
 
-Values = tuple[tuple[str, Any], ...]
+Values = tuple[tuple[str, bool | int | float | str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +103,12 @@ class FlagTuning:
 
 @checks_its_own("compilations", "workers")
 def tune_flags(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
+    fn: Callable[..., object],
+    args: Sequence[object] = (),
     target: str = "v5e",
     *,
-    kwargs: Mapping[str, Any] | None = None,
-    options: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, object] | None = None,
+    options: Mapping[str, object] | None = None,
     compilations: int = 32,
     workers: int = 1,
 ) -> FlagTuning:
@@ -228,12 +227,12 @@ def _winners(baseline: FlagTrial, trials: Sequence[FlagTrial]) -> list[FlagTrial
     return list(winners.values())
 
 
-def _default_tries(chip: TpuChip) -> tuple[list[tuple[str, Any]], list[str]]:
+def _default_tries(chip: TpuChip) -> tuple[list[tuple[str, bool | int | float | str]], list[str]]:
     """What is tried where the caller names nothing; and what the installed compiler does not have."""
     limits = [
         chip.vmem_scoped_bytes * factor >> 10 for factor in (2, 4) if chip.vmem_scoped_bytes * factor < chip.vmem_bytes
     ]
-    values: list[tuple[str, Any]] = [("xla_tpu_scoped_vmem_limit_kib", kib) for kib in limits]
+    values: list[tuple[str, bool | int | float | str]] = [("xla_tpu_scoped_vmem_limit_kib", kib) for kib in limits]
     values += [(name, value) for name in _SWITCHES for value in (True, False)]
     ask([{"option": name, "value": option_text(value)} for name, value in values])  # in one process; then all are known
     tries, untried = [], []
@@ -247,11 +246,11 @@ def _default_tries(chip: TpuChip) -> tuple[list[tuple[str, Any]], list[str]]:
     return tries, untried
 
 
-def _requested_tries(options: Mapping[str, object]) -> list[tuple[str, Any]]:
+def _requested_tries(options: Mapping[str, object]) -> list[tuple[str, bool | int | float | str]]:
     """The caller's values, checked."""
     if not options:
         raise ShapeError(f"{_NAME}: `options` is empty; pass a list of values for each option, or None.")
-    values: list[tuple[str, Any]] = []
+    values: list[tuple[str, bool | int | float | str]] = []
     for name, listed in options.items():
         if not isinstance(name, str) or not name.startswith("xla_"):
             raise ConfigError(f"{_NAME}: {described(name)} is no option of the compiler; their names begin with xla_.")

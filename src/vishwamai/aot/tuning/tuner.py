@@ -33,7 +33,7 @@ from vishwamai.core.interrupt import raise_interrupt
 from vishwamai.core.observe import record_plans
 from vishwamai.core.op import CallPlan
 from vishwamai.core.target import Target
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, PyTree
 
 __all__ = ["Outcome", "Search", "tune", "tune_case"]
 
@@ -61,8 +61,8 @@ class Outcome:
     key: str
     case: str
     target: str
-    config: dict[str, Any]
-    heuristic: dict[str, Any]
+    config: dict[str, object]
+    heuristic: dict[str, object]
     seconds: float
     heuristic_seconds: float
     efficiency: float
@@ -74,7 +74,7 @@ class Outcome:
         """Whether the best config differs from the heuristic's."""
         return self.config != self.heuristic
 
-    def entry(self) -> dict[str, Any]:
+    def entry(self) -> dict[str, object]:
         """What the table holds; of the heuristic's config only what the best one has otherwise."""
         differing = {name: value for name, value in self.heuristic.items() if value != self.config[name]}
         return {
@@ -117,10 +117,12 @@ class Search:
         arrays = arguments(case)
         differentiated = case.differentiable
 
-        def forward(**values: object) -> Any:
+        def forward(**values: object) -> PyTree:
             return case.run(values, implementation=name, config=config)
 
-        def forward_and_backward(values: Mapping[str, object], fixed: dict[str, object], cotangents: AnyArray) -> Any:
+        def forward_and_backward(
+            values: Mapping[str, object], fixed: dict[str, object], cotangents: AnyArray
+        ) -> tuple[PyTree, PyTree]:
             out, pull = jax.vjp(lambda v: forward(**v, **fixed), values)
             return out, pull(cotangents)
 
@@ -274,7 +276,7 @@ def _short(config: Any) -> str:
     return " ".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(config))
 
 
-def arguments(case: Case) -> dict[str, Any]:
+def arguments(case: Case) -> dict[str, np.ndarray | jax.ShapeDtypeStruct]:
     """The case's arrays: shapes, but values of the 32-bit integers, which steer kernels (page tables, lengths)."""
     rng = np.random.default_rng(0)
     indices = {name: init.make(rng) for name, init in case.arrays.items() if init.dtype == "int32"}

@@ -133,6 +133,7 @@ def needs(action: Action, stage_of: Mapping[int, int]) -> list[Action]:
     if kind == FORWARD:
         return [] if part == 0 else [produced(RECV_F) if remote(part - 1) else produced(FORWARD, part - 1)]
     if kind == INPUT_GRADIENT:
+        # the last part's gradient comes from the loss, on the same stage
         after = [] if part == last else [produced(RECV_B) if remote(part + 1) else produced(INPUT_GRADIENT, part + 1)]
         return [produced(FORWARD), *after]
     if kind == WEIGHT_GRADIENT:
@@ -167,7 +168,7 @@ def with_transfers(schedules: Sequence[Schedule], *, after_weights: bool = False
     completed = []
     for schedule in schedules:
         actions: list[Action] = []
-        late: Action | None = None
+        late: Action | None = None  # a send that waits for the weight gradient after it
         for i, action in enumerate(schedule.actions):
             if action.part in stage_of:
                 actions += [need for need in needs(action, stage_of) if need.kind in (RECV_F, RECV_B)]

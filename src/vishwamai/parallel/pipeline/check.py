@@ -63,10 +63,10 @@ def held_activations(schedule: Schedule) -> Iterator[tuple[Action, float]]:
     """How much a stage holds while each "F" or "W" runs, in activations of one microbatch through all of its parts."""
     activations = 0
     for action in schedule.actions:
-        activations += action.kind == FORWARD
+        activations += action.kind == FORWARD  # before the yield: the residuals are there while "F" runs
         if action.kind in (FORWARD, WEIGHT_GRADIENT):
             yield action, activations / len(schedule.parts)
-        activations -= action.kind == WEIGHT_GRADIENT
+        activations -= action.kind == WEIGHT_GRADIENT  # after it: "W" reads them to its end
 
 
 def num_microbatches(schedules: Sequence[Schedule]) -> int:
@@ -120,7 +120,7 @@ def _check_order(schedules: Sequence[Schedule], stage_of: dict[int, int]) -> Non
     left = {schedule.stage: collections.deque(schedule.actions) for schedule in schedules}
     done: set[Action] = set()
     progress = True
-    while progress:
+    while progress:  # rounds over the stages until none moves: what is left waits for itself
         progress = False
         for queue in left.values():
             while queue and all(need in done for need in needs(queue[0], stage_of)):

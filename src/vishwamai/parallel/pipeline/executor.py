@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from vishwamai.parallel.pipeline.ticks import Ticks, ticks_of
 
 
 @checked
-def place_parts(params: object, schedules: Sequence[Schedule]) -> Any:
+def place_parts(params: object, schedules: Sequence[Schedule]) -> PyTree:
     """Parameters of parts in the order of the model, as stages hold them.
 
     Args:
@@ -55,15 +54,15 @@ def place_parts(params: object, schedules: Sequence[Schedule]) -> Any:
 
 @checked
 def pipelined_loss(
-    part: Callable[[Any, Any], Any],
-    loss: Callable[[Any, Any, Any], Any],
+    part: Callable[[PyTree, jax.Array], jax.Array],
+    loss: Callable[[PyTree, jax.Array, PyTree], jax.Array],
     schedules: Sequence[Schedule],
     mesh: Mesh,
     *,
     axis: str = "stage",
     batch_axes: Sequence[str] = (),
-    param_specs: Any = None,
-) -> Callable[[Any, Any, Any, Any], Any]:
+    param_specs: PyTree = None,
+) -> Callable[[PyTree, PyTree, jax.Array, PyTree], jax.Array]:
     """The mean loss of a batch, computed by a pipeline, as a function that `jax.grad` takes.
 
     A value without a gradient costs the whole schedule, too. Every part takes and gives one array of the same shape and
@@ -122,20 +121,26 @@ def pipelined_loss(
     microbatches = num_microbatches(schedules)
 
     def compute(
-        params: PyTree, loss_params: PyTree, inputs: Any, targets: PyTree
-    ) -> tuple[Any, tuple[PyTree, PyTree, Any]]:
+        params: PyTree, loss_params: PyTree, inputs: jax.Array, targets: PyTree
+    ) -> tuple[jax.Array, tuple[PyTree, PyTree, jax.Array]]:
         _check(params, inputs, targets, len(schedules), microbatches, shards)
+        # A device holds the parts of its stage, unsplit unless `param_specs` splits them.
         stage_specs = jax.tree.map(lambda _: PartitionSpec(), params) if param_specs is None else param_specs
         stage_specs = jax.tree.map(
-            lambda spec: PartitionSpec(axis, None, *spec), stage_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+            # [stages, parts of a stage, ...]
+            lambda spec: PartitionSpec(axis, None, *spec),
+            stage_specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
+        # [microbatches, rows, ...]: every stage has all microbatches, of its shard's rows
         rows = PartitionSpec(None, batch_axes or None)
         operands = (jax.tree.map(functools.partial(_cut, microbatches), x) for x in (inputs, targets))
         arguments = (params, loss_params, *operands, jnp.asarray(ticks.table))
         replicated = jax.tree.map(lambda _: PartitionSpec(), loss_params)
+        # the last one is the table's: a stage has its own column
         specs = (stage_specs, replicated, rows, jax.tree.map(lambda _: rows, targets), PartitionSpec(None, axis))
         run = functools.partial(_run, part, loss, ticks, axis, batch_axes, shards, stage_specs)
-        if mesh.explicit_axes:
+        if mesh.explicit_axes:  # `shard_map` takes only arrays that lie as its specs say
             arguments = jax.tree.map(lambda x, spec: _laid(x, mesh, spec), arguments, specs)
         value, of_params, of_loss, of_inputs = jax.shard_map(
             among_processes(run),
@@ -144,6 +149,7 @@ def pipelined_loss(
             out_specs=(PartitionSpec(), stage_specs, replicated, rows),
             check_vma=False,
         )(*arguments)
+        # computed with the loss: a stage's backward passes run among its forward passes
         gradients = (of_params, of_loss, of_inputs)
         if mesh.explicit_axes:  # a gradient has the sharding of its argument
             operands = (params, loss_params, _cut(microbatches, inputs))
@@ -152,32 +158,33 @@ def pipelined_loss(
         return value, (of_params, of_loss, of_inputs.reshape(inputs.shape))
 
     @jax.custom_vjp
-    def f(params: PyTree, loss_params: PyTree, inputs: object, targets: PyTree) -> Any:
+    def f(params: PyTree, loss_params: PyTree, inputs: jax.Array, targets: PyTree) -> jax.Array:
         return compute(params, loss_params, inputs, targets)[0]
 
-    def backward(gradients: tuple[PyTree, PyTree, Any], ct: Any) -> tuple[PyTree, PyTree, Any, None]:
+    # The residuals are the gradients, so that the backward pass is a scaling.
+    def backward(gradients: tuple[PyTree, PyTree, jax.Array], ct: jax.Array) -> tuple[PyTree, PyTree, jax.Array, None]:
         scaled = jax.tree.map(lambda g: (g * ct).astype(g.dtype), gradients)
-        return (*scaled, None)
+        return (*scaled, None)  # targets have no gradient
 
     f.defvjp(compute, backward)
     return f
 
 
-def _laid(x: AnyArray, mesh: Mesh, spec: PartitionSpec) -> Any:
+def _laid(x: AnyArray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     explicit = {n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
 
-    def seen(entry: Any) -> Any:
+    def seen(entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         return tuple(name for name in names if name in explicit) or None
 
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*map(seen, spec))))
 
 
-def _cut(microbatches: int, x: AnyArray) -> Any:
+def _cut(microbatches: int, x: AnyArray) -> jax.Array:
     return jnp.reshape(x, (microbatches, -1, *jnp.shape(x)[1:]))
 
 
-def _check(params: PyTree, inputs: Any, targets: PyTree, stages: int, microbatches: int, shards: int) -> None:
+def _check(params: PyTree, inputs: jax.Array, targets: PyTree, stages: int, microbatches: int, shards: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if jnp.ndim(leaf) < 2 or leaf.shape[0] != stages:
             raise ShapeError(
@@ -198,8 +205,8 @@ def _check(params: PyTree, inputs: Any, targets: PyTree, stages: int, microbatch
 
 
 def _run(
-    part: Callable[..., Any],
-    loss: Callable[..., Any],
+    part: Callable[[PyTree, jax.Array], jax.Array],
+    loss: Callable[[PyTree, jax.Array, PyTree], jax.Array],
     ticks: Ticks,
     axis: str,
     batch_axes: tuple[str, ...],
@@ -207,17 +214,18 @@ def _run(
     specs: PyTree,
     params: PyTree,
     loss_params: PyTree,
-    inputs: Any,
+    inputs: jax.Array,
     targets: PyTree,
-    table: Any,
-) -> tuple[Any, PyTree, PyTree, Any]:
+    table: jax.Array,
+) -> tuple[jax.Array, PyTree, PyTree, jax.Array]:
     """One stage's share. `inputs` and `targets` are `[microbatches, rows, ...]`, `table` `[ticks, 1, columns]`."""
     params = jax.tree.map(lambda x: x[0], params)  # [chunks, ...]
     microbatches = inputs.shape[0]
 
-    def mean(loss_params: PyTree, y: AnyArray, m: Any) -> tuple[Any, Any]:
+    def mean(loss_params: PyTree, y: jax.Array, m: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        # means of equal numbers of rows: their sum over all is the mean of the batch
         value = loss(loss_params, y, jax.tree.map(lambda x: x[m], targets)) / (microbatches * shards)
-        return value, value
+        return value, value  # the scalar that is differentiated, and the same to be reported
 
     ends = Ends(
         enter=lambda m: inputs[m],
@@ -228,15 +236,17 @@ def _run(
     )
     gradients = run_stage(lambda p, x, *_: part(p, x), ends, ticks, axis, params, table)
 
-    def total(g: Any, like: Any, spec: PartitionSpec) -> Any:
+    def total(g: jax.Array, like: jax.Array, spec: PartitionSpec) -> jax.Array:
+        # Where FSDP splits a parameter, the gradient of `part`'s all-gather has added it up over that axis already.
         split_over = {name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())}
         axes = tuple(name for name in batch_axes if name not in split_over)
+        # [None]: the stages' axis again, which `out_specs` joins
         return (jax.lax.psum(g, axes) if axes else g).astype(like.dtype)[None]
 
-    everywhere = (axis, *batch_axes)
+    everywhere = (axis, *batch_axes)  # zeros on stages without the last part
     return (
         jax.lax.psum(gradients.sums, everywhere),
         jax.tree.map(total, gradients.params, params, specs),
         jax.tree.map(lambda g, like: jax.lax.psum(g, everywhere).astype(like.dtype), gradients.ends, loss_params),
-        jax.lax.psum(gradients.entry, axis),
+        jax.lax.psum(gradients.entry, axis),  # zeros but on the first stage; rows stay split
     )

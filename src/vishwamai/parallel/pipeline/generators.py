@@ -85,6 +85,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> list[Schedule]:
     """A backward pass as soon as one can run, then forward and backward passes in turns."""
 
     def write(rank: int, stage: _Stage) -> None:
+        # the way to the last stage: its first gradient comes back after as many
         warm_up = min(num_stages - rank - 1, num_microbatches)
         for _ in range(warm_up):
             stage.forward()
@@ -115,7 +116,7 @@ def interleaved_1f1b(num_stages: int, num_microbatches: int, chunks: int = 2) ->
             stage.forward(step % group // num_stages)  # `num_stages` microbatches of a chunk, then of the next chunk
 
         def backward(step: int) -> None:
-            stage.backward(chunks - 1 - step % group // num_stages)
+            stage.backward(chunks - 1 - step % group // num_stages)  # the last chunk's gradients come first
 
         # Forward passes before the first gradient can arrive: twice the way to the last stage, and all chunks before
         # the last.
@@ -160,7 +161,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> list[Schedule]:
     filled = max(2 * num_stages - 1, num_microbatches)  # what is beyond `num_microbatches` is left out
 
     def write(rank: int, stage: _Stage) -> None:
-        for _ in range(2 * (num_stages - rank) - 1):
+        for _ in range(2 * (num_stages - rank) - 1):  # down the V and up again, until the first gradient can be there
             stage.forward(0)
         for _ in range(rank):
             stage.forward(1)
@@ -168,6 +169,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> list[Schedule]:
         for _ in range(num_stages - rank):
             stage.forward(1)
             stage.backward(1)
+        # steady state: both parts in turns
         while stage.count(FORWARD, 1) < stage.count(FORWARD, 0) or stage.count(FORWARD, 0) < filled:
             if stage.count(FORWARD, 0) < filled:
                 stage.forward(0)
@@ -180,7 +182,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> list[Schedule]:
         for _ in range(num_stages - rank):
             stage.input_gradient(0)
             stage.weight_gradient(0)
-        for chunk in (1, 0):
+        for chunk in (1, 0):  # weight gradients fill the gap in which the other stages finish
             while stage.count(WEIGHT_GRADIENT, chunk) < stage.count(INPUT_GRADIENT, chunk):
                 stage.weight_gradient(chunk)
 
@@ -223,6 +225,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> list[Schedule]:
             backward(1, True)
             weights()
             stage.forward(1)
+        # each forward pass is paired with a backward pass of the other part
         for _ in range(num_microbatches - 2 * num_stages + rank + 1):
             stage.forward(0)
             backward(1, False)
@@ -242,7 +245,7 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> list[Schedule]:
         for _ in range(after):
             weights()
             backward(0, True)
-        while waiting:
+        while waiting:  # what no gap has taken
             weights()
 
     return _schedules(num_stages, num_microbatches, _v_shape(num_stages), write, True)

@@ -32,15 +32,15 @@ class SplitPart(NamedTuple):
       between: types of what the weight gradient needs of the input gradient.
     """
 
-    forward: Callable[..., Any]
-    input_gradient: Callable[..., Any]
-    weight_gradient: Callable[..., Any]
+    forward: Callable[..., tuple[PyTree, list[jax.Array]]]
+    input_gradient: Callable[..., tuple[jax.Array, list[jax.Array]]]
+    weight_gradient: Callable[..., PyTree]
     residuals: list[Any]
     between: list[Any]
 
 
 def split_part(
-    part: Callable[..., Any], params: PyTree, x: jax.Array, *extras: PyTree, sees: bool = False
+    part: Callable[..., PyTree], params: PyTree, x: jax.Array, *extras: PyTree, sees: bool = False
 ) -> SplitPart:
     """Traces `y = part(params, x, *extras)` and takes its backward pass apart.
 
@@ -65,15 +65,17 @@ def split_part(
             raise ShapeError(f"pipeline: a parameter or an input is {described(leaf)}; pass floating arrays.")
     pulled: Any = None
 
-    def with_residuals(params: PyTree, x: jax.Array, *extras: PyTree) -> tuple[Any, PyTree]:
+    def with_residuals(params: PyTree, x: jax.Array, *extras: PyTree) -> tuple[jax.Array, PyTree]:
         return part(params, x, *extras) if sees else (part(params, x, *extras), ())
 
-    def run(leaves: list[Any], x: jax.Array, extras: Any) -> tuple[Any, list[Any], list[Any]]:
+    def run(
+        leaves: list[jax.Array], x: jax.Array, extras: PyTree
+    ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         nonlocal pulled
         y, pull, seen = jax.vjp(
             lambda leaves, x: with_residuals(jax.tree.unflatten(tree, leaves), x, *extras), leaves, x, has_aux=True
         )
-        residuals, pulled = jax.tree.flatten(pull)
+        residuals, pulled = jax.tree.flatten(pull)  # the vjp function is a pytree: its leaves are the residuals
         return y, jax.tree.leaves(seen), residuals
 
     # The forward pass, whose results are y, what `part` reports, and the residuals of its backward pass.
@@ -90,7 +92,7 @@ def split_part(
             f"pipeline: a part takes {x.dtype}{list(x.shape)} and gives {out.dtype}{list(out.shape)}; every part must "
             "give one array of the shape and dtype that it takes."
         )
-    forward = _inlined(traced)
+    forward = _inlined(traced)  # calls opened: an equation of a `jit` would hide which of its values need x
     entry = forward.jaxpr.invars[len(types)]
     of_x = _depends(forward.jaxpr, entry)
     residuals = forward.jaxpr.outvars[ends:]
@@ -99,17 +101,19 @@ def split_part(
     run_forward = _function(forward, forward.jaxpr.invars, [*forward.jaxpr.outvars[:ends], *saved])
     of_params = [i for i, v in enumerate(residuals) if isinstance(v, Literal) or v not in of_x]
     others = [v for v in forward.jaxpr.invars if v is not entry]
+    # Residuals without x are the same for every microbatch: kept once each, they would fill a buffer with copies.
     run_params = _function(forward, others, [residuals[i] for i in of_params])
 
-    def pull(residuals: list[Any], dy: jax.Array) -> tuple[list[Any], Any]:
+    def pull(residuals: list[jax.Array], dy: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         return jax.tree.unflatten(pulled, residuals)(dy)
 
+    # traced once; both functions are parts of this program
     back = _inlined(jax.make_jaxpr(pull)([v.aval for v in residuals], out))
     *in_residuals, in_dy = back.jaxpr.invars
     *out_params, out_x = back.jaxpr.outvars
     # dx first, because the stage before waits for it; the gradients of parameters fill steps that would be idle.
     first = _needed(back.jaxpr, [out_x])
-    second = [i for i in _needed(back.jaxpr, out_params) if i not in set(first)]
+    second = [i for i in _needed(back.jaxpr, out_params) if i not in set(first)]  # what both need belongs to the first
     computed = {v for i in first for v in back.jaxpr.eqns[i].outvars} | {in_dy}
     read = [v for i in second for v in back.jaxpr.eqns[i].invars] + list(out_params)
     # What the second part reads of the first is kept until then, and not computed twice.
@@ -117,21 +121,23 @@ def split_part(
     run_first = _function(back, [*in_residuals, in_dy], [out_x, *between], first)
     run_second = _function(back, [*in_residuals, *between], out_params, second)
 
-    def parameter_gradients(params: PyTree, residual_values: Sequence[object], extras: tuple[PyTree, ...]) -> list[Any]:
+    def parameter_gradients(
+        params: PyTree, residual_values: Sequence[object], extras: tuple[PyTree, ...]
+    ) -> list[object]:
         values_of = dict(zip(saved, residual_values, strict=True))
         values = [None if isinstance(v, Literal) else values_of.get(v) for v in residuals]
         for i, value in zip(of_params, run_params(*jax.tree.leaves((params, extras))), strict=True):
             values[i] = value
         return values
 
-    def run_part(params: PyTree, x: jax.Array, *extras: PyTree) -> tuple[Any, list[Any]]:
+    def run_part(params: PyTree, x: jax.Array, *extras: PyTree) -> tuple[PyTree, list[jax.Array]]:
         y, *outputs = run_forward(*jax.tree.leaves(params), x, *jax.tree.leaves(extras))
         seen = jax.tree.unflatten(seen_tree, outputs[: ends - 1])
         return (y, seen) if sees else y, outputs[ends - 1 :]
 
     def input_gradient(
         params: PyTree, residual_values: Sequence[object], dy: jax.Array, *extras: PyTree
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[jax.Array, list[jax.Array]]:
         dx, *values = run_first(*parameter_gradients(params, residual_values, extras), dy)
         return dx, values
 
@@ -147,7 +153,7 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args))(*closed.in_avals)
 
 
-def _depends(jaxpr: Jaxpr, source: Var) -> set[Any]:
+def _depends(jaxpr: Jaxpr, source: Var) -> set[object]:
     """The values that depend on `source`, and itself."""
     dependent: set[object] = {source}
     for eqn in jaxpr.eqns:
@@ -160,7 +166,7 @@ def _needed(jaxpr: Jaxpr, outs: Sequence[object]) -> list[int]:
     """The equations, by number, that `outs` need."""
     variables = {v for v in outs if not isinstance(v, Literal)}
     indices = []
-    for i in reversed(range(len(jaxpr.eqns))):
+    for i in reversed(range(len(jaxpr.eqns))):  # backwards: a value is asked for before its equation is met
         eqn = jaxpr.eqns[i]
         if any(v in variables for v in eqn.outvars):
             indices.append(i)
@@ -170,13 +176,13 @@ def _needed(jaxpr: Jaxpr, outs: Sequence[object]) -> list[int]:
 
 def _function(
     closed: ClosedJaxpr, invars: Sequence[object], outvars: Sequence[object], equations: Sequence[int] | None = None
-) -> Callable[..., list[Any]]:
+) -> Callable[..., list[jax.Array]]:
     """The function from some values of a jaxpr to others, by the equations extras, or by those that it needs."""
     jaxpr = closed.jaxpr
     numbers = _needed(jaxpr, outvars) if equations is None else equations
     inner = jaxpr.replace(
         invars=list(invars),
         outvars=list(outvars),
-        eqns=[jaxpr.eqns[i] for i in numbers],
+        eqns=[jaxpr.eqns[i] for i in numbers],  # in the order of the program, which is one that runs
     )
     return jaxpr_as_fun(ClosedJaxpr(inner, closed.consts))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,11 @@ class Ends(NamedTuple):
         `sums` is a pytree of scalars to add up.
     """
 
-    enter: Callable[[Any], Any]
+    enter: Callable[[jax.Array], jax.Array]
     gradients: PyTree
-    left: Callable[[PyTree, Any, Any], PyTree]
+    left: Callable[[PyTree, jax.Array, jax.Array], PyTree]
     params: PyTree
-    loss: Callable[[PyTree, Any, Any], tuple[Any, PyTree]]
+    loss: Callable[[PyTree, jax.Array, jax.Array | int], tuple[jax.Array, PyTree]]
 
 
 class Found(NamedTuple):
@@ -82,12 +82,12 @@ def column_of(source: str) -> str | None:
 
 
 def run_stage(
-    part: Callable[..., Any],
+    part: Callable[..., PyTree],
     ends: Ends,
     ticks: Ticks,
     axis: str,
     params: PyTree,
-    table: object,
+    table: jax.Array,
     extras: PyTree = (),
     gradients: bool = True,
     sees: bool = False,
@@ -116,20 +116,23 @@ def run_stage(
     one_of = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (params, extras, frozen))
     split = split_part(part, one_of[0], entry, *one_of[1:], sees=sees) if gradients else None
     largest = jax.tree.map(lambda _: False, params) if largest is None else largest
+    # shapes alone: nothing is computed here
     seen = jax.eval_shape(part, one_of[0], entry, *one_of[1:])[1] if sees else ()
     chunks = jax.tree.leaves((params, frozen))[0].shape[0]
 
-    def room(slots: int, kind: Any) -> Any:
+    def room(slots: int, kind: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros((slots + 1, *kind.shape), kind.dtype)  # the last one takes what nothing reads
 
     sums = jax.eval_shape(lambda: ends.loss(ends.params, jnp.zeros(entry.shape, entry.dtype), 0)[1])
     # Slots of the buffers are assigned ahead of time (`ticks`): a slot is written again only after its last reader.
     state = {
         "values": room(ticks.values, entry),
+        # residuals of the microbatches between their "F" and "W"
         "kept": [] if split is None else [room(ticks.residuals, kind) for kind in split.residuals],
         "between": [] if split is None else [room(ticks.between, kind) for kind in split.between],
         "params": () if split is None else zeros_like(params),
         "ends": zeros_like(ends.params),
+        # Not zeros of ours: the caller knows what `Ends.left` adds to.
         "entry": ends.gradients,
         "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), sums),
         "seen": jax.tree.map(lambda x: jnp.zeros((chunks, *x.shape), x.dtype), seen),
@@ -139,20 +142,23 @@ def run_stage(
         return jax.tree.map(lambda x: x[row["chunk"]], params)
 
     def also(row: dict[str, object]) -> tuple[PyTree, PyTree]:
+        # a traced index: one program for all parts of a stage
         of_part = jax.tree.map(lambda x: x[row["chunk"]], frozen)
         return jax.tree.map(lambda x: x[row["microbatch"]], extras), of_part
 
-    def write(buffers: list[Any], slot: Any, values: Sequence[object]) -> list[Any]:
+    def write(buffers: list[jax.Array], slot: jax.Array, values: Sequence[jax.Array]) -> list[jax.Array]:
+        # XLA updates the carry of a loop in place
         return [buffer.at[slot].set(value) for buffer, value in zip(buffers, values, strict=True)]
 
     def added(total: PyTree, more: PyTree) -> PyTree:
+        # in the sums' float32, not in the gradients' bfloat16
         return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, more)
 
     def idle(state: dict, row: dict) -> dict:
         return state
 
     def forward(state: dict, row: dict) -> dict:
-        def read(m: Any) -> Any:
+        def read(m: jax.Array) -> jax.Array:
             return state["values"][row["read"]]
 
         with chosen_by("first"):
@@ -168,15 +174,16 @@ def run_stage(
             state = state | {"seen": jax.tree.map(lambda t, s: t.at[row["chunk"]].add(s), state["seen"], seen)}
         return state | {"values": state["values"].at[row["write"]].set(y)}
 
-    def of_loss(state: dict, row: dict) -> tuple[dict, Any]:
+    def of_loss(state: dict, row: dict) -> tuple[dict, jax.Array]:
         y, m = state["values"][row["read"]], row["microbatch"]
         if split is None:
+            # without gradients the loss alone is run
             return state | {"sums": added(state["sums"], ends.loss(ends.params, y, m)[1])}, jnp.zeros_like(y)
         # The loss runs once, in the input gradient of the last part: its output waits in a slot until then.
         (of_params, dy), sums = jax.grad(ends.loss, argnums=(0, 1), has_aux=True)(ends.params, y, m)
         return state | {"ends": added(state["ends"], of_params), "sums": added(state["sums"], sums)}, dy
 
-    def of_next(state: dict, row: dict) -> tuple[dict, Any]:
+    def of_next(state: dict, row: dict) -> tuple[dict, jax.Array]:
         return state, state["values"][row["read"]]
 
     def input_gradient(state: dict, row: dict) -> dict:
@@ -184,6 +191,7 @@ def run_stage(
             state, dy = jax.lax.cond(row["last"] == 1, of_loss, of_next, state, row)
         if split is None:
             return state
+        # written by this microbatch's "F", in an earlier tick
         saved = [buffer[row["kept"]] for buffer in state["kept"]]
         dx, between = split.input_gradient(local_rows(row), saved, dy, *also(row))  # the next stage waits for dx alone
         with chosen_by("first"):
@@ -204,20 +212,22 @@ def run_stage(
         gradients = split.weight_gradient(local_rows(row), saved, between, *also(row))
         chunk = row["chunk"]
 
-        def joined(total: Any, new: object, most: bool) -> Any:
+        def joined(total: jax.Array, new: jax.Array, most: bool) -> jax.Array:
+            # statistics such as the largest logit do not add up
             return total.at[chunk].max(new) if most else total.at[chunk].add(new)
 
         return state | {"params": jax.tree.map(joined, state["params"], gradients, largest)}
 
-    def transfer(values: Any, row: dict, way: str, step: int) -> Any:
+    def transfer(values: jax.Array, row: dict, way: str, step: int) -> jax.Array:
         # All stages send in every tick, if only the unused slot: a collective must run on all devices.
         ring = [(stage, (stage + step) % stages) for stage in range(stages)]
         return jax.lax.ppermute(values[row[f"send_{way}"]], axis, ring)
 
+    # by `ticks.NUMBER`; all return the same tree, which `switch` asks for
     branches = (idle, forward, input_gradient, weight_gradient)
 
-    def tick(state: dict, cells: Any) -> tuple[dict, None]:
-        row: dict[str, Any] = dict(zip(COLUMNS, cells[0]))
+    def tick(state: dict, cells: jax.Array) -> tuple[dict, None]:
+        row: dict[str, jax.Array] = dict(zip(COLUMNS, cells[0]))
         with chosen_by("kind"):
             state = jax.lax.switch(row["kind"], branches, state, row)
         values = state["values"]

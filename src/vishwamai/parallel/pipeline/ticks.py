@@ -94,6 +94,7 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
             f, i, w = (Action(kind, part, m) for kind in COMPUTE)
             saved.append((stage, when(tick_of[f], _WRITE), when(tick_of[w], _READ), f))
             between.append((stage, when(tick_of[i], _WRITE), when(tick_of[w], _READ), i))
+            # activations go to the next part, gradients to the one before
             for producer, neighbour, reader in ((f, part + 1, FORWARD), (i, part - 1, INPUT_GRADIENT)):
                 begin = when(tick_of[producer], _WRITE)
                 if neighbour < 0:
@@ -104,8 +105,10 @@ def ticks_of(schedules: Sequence[Schedule]) -> Ticks:
                     values.append((stage, begin, when(tick_of[reads], _READ), ("own", producer)))  # no transfer
                     continue
                 destination = stage_of[neighbour]
+                # the slot is free as soon as the value is sent
                 values.append((stage, begin, when(sent[producer], _SEND), ("out", producer)))
                 values.append(
+                    # written at the end of the tick before it may be read
                     (destination, when(arrived[producer] - 1, _RECEIVE), when(tick_of[reads], _READ), ("in", producer))
                 )
 
@@ -164,6 +167,7 @@ def _is_up(producer: Action, stage: int, destination: int, stages: int) -> bool:
             f"between neighbours in the ring of {stages} stages; put the parts {producer.part} and "
             f"{producer.part + (1 if producer.kind == FORWARD else -1)} on neighbours."
         )
+    # With two stages both ways lead there: each kind takes one, so that a tick can carry both.
     return (1 if producer.kind == FORWARD else -1) == ways[0] if len(ways) == 2 else ways[0] == 1
 
 
@@ -192,11 +196,12 @@ def _walk(
                     tick_of[action], computed = tick, True
                 elif action.kind in (RECV_F, RECV_B):
                     (send,) = needs(action, stage_of)
-                    if arrived.get(needs(send, stage_of)[0], tick + 1) > tick:
+                    if arrived.get(needs(send, stage_of)[0], tick + 1) > tick:  # not there yet: the stage waits
                         break
                 else:
                     (producer,) = needs(action, stage_of)
                     destination = stage_of[producer.part + (1 if action.kind == SEND_F else -1)]
+                    # a send does not hold its stage: it waits in its direction's queue
                     waiting[stage, _is_up(producer, stage, destination, stages)].append(producer)
                 queue.popleft()
         # One value a tick in each direction: further ones wait for the next tick.
@@ -227,6 +232,6 @@ def _colour(lives: list) -> tuple[dict, int]:
             slot = used[stage]
             used[stage] += 1
         slots[name] = slot
-        heapq.heappush(ends[stage], (end, slot))
+        heapq.heappush(ends[stage], (end, slot))  # by end: the slot that is free first is found first
         most = max(most, used[stage])
     return slots, most

@@ -151,7 +151,7 @@ def _check_type(name: str, value: object, kind: str, choices: tuple[str, ...] = 
         raise _refuse(name, value, f"pass {words} of {least} or more.")
 
 
-def _check_plain(name: str, value: Any) -> None:
+def _check_plain(name: str, value: object) -> None:
     """What can be said of an option without asking: its name and, of one in the table, its type."""
     if not isinstance(name, str):
         raise ConfigError(f"configure_runtime_options: a name is {described(name)}; pass the names of options.")
@@ -218,7 +218,7 @@ def configure_runtime_options(tpu_config: Mapping[str, Any]) -> RuntimeConfig:
     names = sorted(options)
     of_compiler = [name for name in names if name.startswith("xla_")]
     texts = {name: option_text(options[name]) for name in of_compiler}
-    questions: list[dict[str, Any]] = [{"option": name, "value": texts[name]} for name in of_compiler]
+    questions: list[dict[str, object]] = [{"option": name, "value": texts[name]} for name in of_compiler]
     settings = [name for name in names if name not in texts]
     questions += [{"setting": name, "value": options[name]} for name in settings]
     if len(of_compiler) > 1:
@@ -249,7 +249,7 @@ def _first(text: str) -> str:
     return " ".join(text.split())[:500]
 
 
-def compiler_options_of(function: str, options: Mapping[str, Any] | RuntimeConfig | None) -> dict[str, str]:
+def compiler_options_of(function: str, options: Mapping[str, object] | RuntimeConfig | None) -> dict[str, str]:
     """What a public function hands to the compiler; a mapping is checked first.
 
     Raises:

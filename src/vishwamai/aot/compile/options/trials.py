@@ -41,14 +41,14 @@ def _is_read(text: str | None) -> bool:
     return text is None or not re.search(r"Failed to parse|is not a valid", text)
 
 
-def _option(name: str, value: str) -> dict[str, Any]:
+def _option(name: str, value: str) -> dict[str, object]:
     """What the compiler says of an option: "unknown", or "kind", "choices", whose it is ("xla" or "libtpu"), and what
     it says of the value.
     """
     message = _refusal({name: UNREADABLE})
     if message is not None and "No such compile option" in message:
         return {"unknown": True}
-    answer: dict[str, Any] = {
+    answer: dict[str, object] = {
         "owner": "xla" if message and "While setting option" in message else "libtpu",
         "choices": [],
     }
@@ -67,7 +67,7 @@ def _option(name: str, value: str) -> dict[str, Any]:
     return answer | {"refused": _refusal({name: value})}
 
 
-def _setting(name: str, value: object) -> dict[str, Any]:
+def _setting(name: str, value: object) -> dict[str, object]:
     """Why JAX refuses the value of a config option, or None; the value is put back."""
     before = jax.config.values[name]
     if isinstance(before, bool) and not isinstance(value, bool):
@@ -80,7 +80,7 @@ def _setting(name: str, value: object) -> dict[str, Any]:
     return {"refused": None}
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> dict[str, object]:
     """The answer to a request: {"option": name, "value": text} of the compiler, {"setting": name, "value": value} of
     JAX, or {"together": {name: text}}.
     """
