@@ -15,9 +15,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def tanh(x, PRECISE: tl.constexpr):
     """tanh(x) of float32; PRECISE keeps its relative accuracy near zero too."""
-    t = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
+    t = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)  # an overflow of exp2 gives the limit 1; an underflow -1
     if PRECISE:  # the difference above cancels near zero
         y = x * x
+        # the odd Taylor series to x^9, in float32 exact to rounding below 0.2
         series = x * (1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835)))))
         t = tl.where(tl.abs(x) < 0.2, series, t)
     return t
@@ -35,6 +36,7 @@ def rounded_product(x, factor):
 @triton.jit
 def gaussian(z):
     """(P(x < z), exp(-z^2 / 2)) of a standard normal x, float32, by the fit of `core/activations.py`."""
+    # beyond, the tail is 0 in float32, and t^2 stays finite
     t = tl.minimum(tl.abs(z), 14.5, propagate_nan=tl.PropagateNan.ALL)
     u = 1.0 / (1.0 + 0.3 * t)
     p = u * 0.0354237221 - 0.156158388
@@ -46,7 +48,7 @@ def gaussian(z):
     p = p * u + 0.119632006
     e = tl.exp(-0.5 * t * t)
     tail = e * (p * u)
-    return tl.where(z < 0.0, tail, 1.0 - tail), e
+    return tl.where(z < 0.0, tail, 1.0 - tail), e  # the tail itself on the left, where 1 - p would cancel
 
 
 @triton.jit
@@ -67,10 +69,11 @@ def activate(z, ACTIVATION: tl.constexpr):
         z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
         z = z * z
     elif ACTIVATION == "silu":
+        # -inf / inf is NaN: below -110 the quotient is 0 in float32 either way.
         z = tl.maximum(z, -110.0, propagate_nan=tl.PropagateNan.ALL) / (1.0 + tl.exp(-z))
     elif ACTIVATION == "gelu":
         p, _ = gaussian(z)
-        z = tl.maximum(z, -15.0, propagate_nan=tl.PropagateNan.ALL) * p
+        z = tl.maximum(z, -15.0, propagate_nan=tl.PropagateNan.ALL) * p  # -inf * 0 is NaN: p is 0 there
     elif ACTIVATION == "gelu_tanh":
         p = 1.0 / (1.0 + tl.exp(-2 * 0.7978845608028654 * (z + 0.044715 * z * z * z)))
         z = tl.maximum(z, -11.0, propagate_nan=tl.PropagateNan.ALL) * p
@@ -136,7 +139,7 @@ def load_tile(
 ):
     """The tile `[R, C]` at (row, column) of a matrix, zeros past its end."""
     if TMA:
-        return descriptor.load([group, row, column]).reshape(R, C)
+        return descriptor.load([group, row, column]).reshape(R, C)  # the copy engine fills what lies outside with zeros
     i = row + tl.arange(0, R)
     j = column + tl.arange(0, C)
     offsets = pointer + tl.cast(group, tl.int64) * group_stride + i.to(tl.int64)[:, None] * columns + j[None, :]
@@ -149,7 +152,7 @@ def place(tile, num_m, num_n, GROUP_M: tl.constexpr):
     share tiles of both operands.
     """
     band = tile // (GROUP_M * num_n)
-    height = tl.minimum(num_m - band * GROUP_M, GROUP_M)
+    height = tl.minimum(num_m - band * GROUP_M, GROUP_M)  # the last band may be lower
     local = tile % (GROUP_M * num_n)
     return band * GROUP_M + local % height, local // height
 
@@ -191,12 +194,12 @@ def grow(
             a = load_tile(a_ptr, a_desc, a_group, a_stride, k, row, a_rows, a_columns, TMA, BLOCK_K, BLOCK_M).T
         else:
             a = load_tile(a_ptr, a_desc, a_group, a_stride, row, k, a_rows, a_columns, TMA, BLOCK_M, BLOCK_K)
-        b_row = first_b + k
+        b_row = first_b + k  # b may be a part of a longer matrix, such as some entries of a vocabulary
         if TRANSPOSE_B:
             b = load_tile(b_ptr, b_desc, b_group, b_stride, column, b_row, b_rows, b_columns, TMA, BLOCK_N, BLOCK_K).T
         else:
             b = load_tile(b_ptr, b_desc, b_group, b_stride, b_row, column, b_rows, b_columns, TMA, BLOCK_K, BLOCK_N)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)  # zeros past the ends add nothing, so no step is masked
     return acc
 
 
@@ -207,7 +210,7 @@ def sum_rows(partial_ptr, out_ptr, count, features, ROWS: tl.constexpr, COLUMNS:
     """
     group = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # rows side by side, reduced once at the end
     for first in tl.range(0, count, ROWS):
         row = first + tl.arange(0, ROWS)
         keep = (row < count)[:, None] & (columns < features)[None, :]

@@ -66,7 +66,9 @@ def _calls(sources: Mapping[str, Source]) -> dict[str, list[str]]:
     for depth, name in _CUSTOM_CALL.findall(top.bundles) if top else ():
         base, _, number = name.rpartition(".")
         groups[base if number.isdigit() else name][name] = depth
+    # one depth: the numbers are then in the order of the calls
     same = {base: names for base, names in groups.items() if len(set(names.values())) == 1}
+    # by length first: `k.10` comes after `k.9`
     return {base: sorted(names, key=lambda name: (len(name), name)) for base, names in same.items()}
 
 
@@ -150,6 +152,7 @@ class Simulator:
                 return
             calls[called] += 1
             tally = tallies.setdefault(name, _Tally())
+            # one machine for all programs: the figures of a call are what it adds
             before = machine.now, machine.dma_wait, machine.mxu_stall, machine.hbm_bytes
             passes = run(self.program(name), machine, self.known_of(called), call, arguments)
             tally.calls += 1
@@ -166,7 +169,7 @@ class Simulator:
             top.calls = 1
             top.passes = run(self.program(TOP), machine, {}, call)
             others = [tally for name, tally in tallies.items() if name != TOP]
-            top.cycles = machine.now - sum(tally.cycles for tally in others)
+            top.cycles = machine.now - sum(tally.cycles for tally in others)  # what is left is the top level's own work
             top.dma_wait = machine.dma_wait - sum(tally.dma_wait for tally in others)
             top.matrix_stall = machine.mxu_stall - sum(tally.matrix_stall for tally in others)
             top.hbm_bytes = machine.hbm_bytes - sum(tally.hbm_bytes for tally in others)
@@ -178,6 +181,7 @@ class Simulator:
     def simulate(self, only: str | None = None) -> Simulation:
         """Runs every core of one jax device; the slowest counts. `only`: one call of that instruction, not all."""
         results = [self._core(core, only) for core in range(self.chip.cores_per_device)]
+        # cores run side by side: the device is done when the slowest is
         machine, tallies, calls = max(results, key=lambda result: result[0].now)
         programs = tuple(self._report(name, tally) for name, tally in tallies.items())
         return Simulation(
@@ -195,7 +199,7 @@ class Simulator:
         )
 
     def _flops(self, name: str, tally: _Tally) -> dict[str, float]:
-        per_row = 2.0 * self.chip.mxu_size**2
+        per_row = 2.0 * self.chip.mxu_size**2  # a row through the matrix unit meets mxu_size x mxu_size multiply-adds
         rows = self.program(name).rows
         return _total(
             {kind: count * passes * per_row for kind, count in rows[start].items()}
