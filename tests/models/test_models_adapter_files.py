@@ -10,8 +10,11 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 
 from vishwamai import UnsupportedError
+from vishwamai.cli import main
+from vishwamai.cli import model as model_commands
 from vishwamai.models import ModelConfig, from_pretrained, read_config
 from vishwamai.models.adapter_files import write_adapter
 from vishwamai.models.adapters import Place, Thin, read_adapter
@@ -81,6 +84,33 @@ def test_experts_are_not_linear_layers_of_peft(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="`expert_up` of layer 0 is not the matrix of a linear layer"):
         write_adapter(tmp_path / "adapter", config, thin, 2.0, None)
     assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize("form", ["one tensor", "one module each"])
+def test_adapters_of_experts_are_declined_by_name(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both forms that peft writes, and before `serve` reads the model."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}
+    base: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).eval()
+    base.save_pretrained(tmp_path / "base")
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if form == "one tensor" else None
+    settings: Any = {"r": 2, "target_modules": ["q_proj"], "target_parameters": parameters, "task_type": "CAUSAL_LM"}
+    peft.get_peft_model(base, peft.LoraConfig(**settings)).save_pretrained(str(tmp_path / "adapter"))
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    if form == "one module each":
+        module = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1"
+        halves = {f"{module}.lora_A.weight": np.ones((2, 32), np.float32), f"{module}.lora_B.weight": np.ones((48, 2))}
+        save_file(load_file(path) | halves, path)
+    config = read_config(tmp_path / "base")
+    name = "`target_parameters` is" if parameters else r"experts\.1\.w1\.lora_A\.weight` is not a matrix"
+    with pytest.raises(UnsupportedError, match=rf"{name}.*Merge it into the model instead"):
+        read_adapter(tmp_path / "adapter", config)
+    monkeypatch.setattr(model_commands, "load", lambda *_: pytest.fail("the model was read"))
+    words = ["serve", str(tmp_path / "base"), "--adapter", f"a={tmp_path / 'adapter'}", "--port", "0"]
+    assert main([*words, "--max-length", "16", "--max-sequences", "1"]) == 2
+    assert "Merge it into the model instead" in capsys.readouterr().err
 
 
 def test_settings_name_the_modules(tmp_path: Path) -> None:

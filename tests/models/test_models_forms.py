@@ -53,16 +53,28 @@ FIRST = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gemma2", "gemma3_text", "gemma4_text", "phi3"),
     *("mixtral", "gpt_oss", "granite", "olmo2", "smollm3", "minimax_m2"),
 )
+PLAIN = (
+    *("ernie4_5", "exaone4", "gemma", "glm", "glm4", "granitemoe", "helium", "ministral", "ministral3", "olmo3"),
+    *("olmoe", "qwen2_moe", "seed_oss"),
+)
+"""Families that differ from Llama in few options, and mixtures of theirs."""
+MIXED = ("glm4_moe_lite", "qwen3_5_text")
+FURTHER = ("internlm3", "lfm2", "qwen3_5_moe_text", "vaultgemma")
 FIRST_MIXTURES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "dots1")
 """Those whose experts peft adapts too, which is declined by name."""
+GRADIENTS = (
+    *(*NEW, *OLDER, *STATES, *FIRST, *FIRST_MIXTURES, *PLAIN, *MIXED, *FURTHER, *ALIKE),
+    *("bamba", "granitemoehybrid", "hy_v3", "mamba2", "solar_open"),
+)
 ADAPTED = (
-    *(*FIRST, "cohere2"),
+    *(*FIRST, *PLAIN, "cohere2", "cwm", "flex_olmo", "hunyuan_v1_dense"),
     *(*SMALL_GEMMA, "phimoe", "hyperclovax", "granitemoeshared"),
     *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "mistral4", "gpt2", "bloom", "falcon", "gpt_neox"),
     "falcon_h1",
 )
 DEVICES = (
-    *(*FIRST, *FIRST_MIXTURES, "ernie4_5_moe"),
+    *(*FIRST, *FIRST_MIXTURES, *PLAIN, *MIXED, *FURTHER, "ernie4_5_moe"),
+    *("apertus", "arcee", "deepseek_v32", "hunyuan_v1_dense", "starcoder2"),
     *(*SMALL_GEMMA, "phimoe", "exaone", "hyperclovax", "cwm", "granitemoeshared", "flex_olmo"),
     *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "mistral4", "afmoe", "minicpm3", "bloom", "falcon"),
     *("falcon, one head of keys", "falcon, in turn", "gpt2", "gpt_bigcode", "gpt_bigcode, all heads", "gptj", "opt"),
@@ -70,7 +82,8 @@ DEVICES = (
     *("falcon_h1", "jamba", "glm_moe_dsa", "zamba2", "zamba2, groups of heads"),
 )
 ROUNDED = (
-    *(*FIRST, *FIRST_MIXTURES, "cohere2", "ernie4_5_moe"),
+    *(*FIRST, *FIRST_MIXTURES, *PLAIN, *MIXED, "cohere", "cohere2", "ernie4_5_moe"),
+    *("apertus", "arcee", "cwm", "deepseek_v32", "flex_olmo", "glm_moe_dsa", "hunyuan_v1_dense", "starcoder2"),
     *(*SMALL_GEMMA, "phimoe", "exaone", "hyperclovax", "granitemoeshared"),
     *("gemma4_text, experts", "llama4_text", "mimo_v2_flash", "gpt2", "bloom", "falcon_h1", "falcon_mamba", "zamba2"),
 )
@@ -85,7 +98,7 @@ def assert_close(logits: np.ndarray, expected: np.ndarray, share: float) -> None
 
 
 @pytest.mark.turns(12)
-@pytest.mark.parametrize("name", (*NEW, *OLDER, *STATES, *FIRST, *FIRST_MIXTURES, *ALIKE))
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     import torch
 

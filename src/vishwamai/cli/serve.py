@@ -219,6 +219,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | None, tuple[str, ...], dict[str, float]]:
     """The engine and the encoder, what clients call them, and the model's own options of sampling."""
+    from vishwamai.models.adapters import read_adapter
     from vishwamai.models.encoders import is_encoder
 
     arguments.directory, name = model.fetch(arguments.directory)
@@ -237,6 +238,8 @@ def _models(arguments: argparse.Namespace) -> tuple[Engine | None, Embedder | No
         raise CommandError("--pooling computes vectors on one device; leave out --mesh, or pass --encoder.")
     adapters, tiers = _adapters(arguments), model_options.cache_tiers(arguments)
     planned = model.plan(arguments, adapters[1], None, arguments.programs, arguments.require_programs)
+    for directory in adapters[0].values():
+        read_adapter(directory, planned.config)  # its errors come before the model is read
     if planned.tokenizer is None:
         model.say(f"{planned.directory / 'tokenizer.json'} is missing: prompts and answers are token ids only")
     elif planned.tokenizer.template is not None:

@@ -42,6 +42,7 @@ _PLAIN: Mapping[str, Any] = {
     "lora_bias": False,
     "layer_replication": None,
     "trainable_token_indices": None,
+    "target_parameters": None,  # peft's name of experts in one tensor
 }
 """What the settings of an adapter that is served say, where they say it."""
 
@@ -90,7 +91,8 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> dict[Place, Thin
     if unread or not adapter:
         raise UnsupportedError(
             f"{path}: {f'`{unread[0]}` is not a matrix' if unread else 'it has no matrices'} of the products "
-            f"{', '.join(TARGETS)} of this model's {config.num_layers} layers, which alone may have adapters."
+            f"{', '.join(TARGETS)} of this model's {config.num_layers} layers, which alone may have adapters; experts "
+            "have none. Merge it into the model instead."
         )
     return adapter
 
