@@ -119,12 +119,12 @@ sanitize: $(VENV)/.dev ## the native CPU kernels under the address, undefined-be
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 VISHWAMAI_CPU_POISON=1 \
 	  $(PY) -m pytest -n $(JOBS) -m "" -k "(native_cpu or test_cpu) and not long_sums" $(LIMITED) tests/ops/test_contract.py tests/ops/test_attention_rows.py tests/ops/test_cpu.py
 
-# The kernels for 64-bit Arm by Debian's cross compiler (apt-get install g++-aarch64-linux-gnu qemu-user), and run under an emulator where there is one.
-arm64: ## compile the CPU kernels for 64-bit Arm and check their numbers under qemu
-	mkdir -p build
-	$(CROSS)g++ $(CHECK_FLAGS) -O2 -fno-math-errno -fno-trapping-math -ffp-contract=fast -Wno-psabi -DVISHWAMAI_ISA=generic -static \
-	  tests/cpp/kernels_check.cc src/vishwamai/core/cpp/parallel.cc src/vishwamai/core/cpp/isa.cc $(wildcard src/vishwamai/core/cpp/*.isa.cc src/vishwamai/ops/*/cpu*.isa.cc) -o build/kernels_check_arm64
-	qemu-aarch64 build/kernels_check_arm64
+# The kernels for 64-bit Arm by Debian's cross compiler (apt-get install g++-aarch64-linux-gnu qemu-user): numbers of every instruction set under an emulator.
+arm64: $(VENV)/.dev ## compile the CPU kernels for 64-bit Arm, check their instructions, and their numbers under qemu
+	PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B build/arm64 -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=$(CROSS)g++ -DPython_EXECUTABLE="$(abspath $(PY))" -DPython_INCLUDE_DIR="$$($(PY) -c "import sysconfig; print(sysconfig.get_path('include'))")"
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/arm64 --target kernels_check -j $(JOBS)
+	$(PY) -m pytest -m "" $(LIMITED) tests/project/test_arm64.py
 
 check: lint types layers prose names examples readme-check docs ## everything but the tests
 

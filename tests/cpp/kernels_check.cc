@@ -1,5 +1,9 @@
-// The kernels of one instruction set (-DVISHWAMAI_ISA=...) against plain loops in double, without Python or XLA: what
-// `make arm64` runs under an emulator, for the generic ones.
+// The kernels of the instruction set that isa.h picks, against plain loops in double, without Python or XLA: what
+// `make arm64` runs under an emulator.
+//
+//   kernels_check                      all checks
+//   kernels_check isa                  prints the set in use
+//   kernels_check packed TYPE K N      prints a packed weight: numbers that `weight_number` gives
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -10,6 +14,7 @@
 
 #include "pool.h"
 #include "vishwamai/core/cpp/adam.h"
+#include "vishwamai/core/cpp/quantized.h"
 #include "vishwamai/ops/activation/cpu_activation.h"
 #include "vishwamai/ops/attention/cpu_attention.h"
 #include "vishwamai/ops/delta/cpu_delta.h"
@@ -26,6 +31,11 @@
 using namespace vishwamai;
 
 namespace {
+
+// Call a function as the library's handlers do.
+#define CALL_ROWS(function, ...) [&] { VISHWAMAI_DISPATCH_ROWS(function, __VA_ARGS__) }()
+#define CALL(function, ...) [&] { VISHWAMAI_DISPATCH(function, __VA_ARGS__) }()
+#define CALL_BYTES(function, ...) [&] { VISHWAMAI_DISPATCH_BYTES(function, __VA_ARGS__) }()
 
 std::mt19937 random_bits(0);
 
@@ -122,15 +132,32 @@ void check_matmul(const Kind& kind, int64_t m, int64_t k, const Threads& threads
   args.a = a_bytes.data(), args.b = b_bytes.data(), args.out = out.data();
   args.a_row = k, args.a_k = 1, args.b_k = n, args.b_col = 1;
   args.activation = Activation::relu;
-  VISHWAMAI_ISA::matmul(args, threads);
+  CALL_BYTES(matmul, args, threads);
   const std::string name = std::string("matmul ") + std::to_string(m) + " rows ";
   compare((name + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
-  if (VISHWAMAI_ISA::matmul_packed_bytes(args) < 0) return;
-  Bytes panels(VISHWAMAI_ISA::matmul_packed_bytes(args)), again(out.size());
+  if (kind.storage == Storage::bf16) {
+    // Sums are float32's before they are rounded; a row with an infinity does not touch its neighbours.
+    Bytes sums(m * n * 4), bad(a_bytes);
+    args.result = Storage::f32, args.out = sums.data();
+    CALL_BYTES(matmul, args, threads);
+    compare((name + "bfloat16 to float32").c_str(), sums, Storage::f32, want, 4e-6);
+    const uint16_t infinity = 0x7f80;
+    std::memcpy(&bad[(m / 2 * k + 3) * 2], &infinity, 2);
+    args.a = bad.data();
+    CALL_BYTES(matmul, args, threads);
+    for (int64_t i = 0; i < m * n; ++i) {
+      const double value = read(sums, i, Storage::f32);
+      if (i / n == m / 2 ? value == want[i] && value != 0 : std::fabs(value - want[i]) > 1) std::printf("%srow %ld with an infinity  WRONG\n", name.c_str(), long(i / n)), std::exit(1);
+    }
+    args.a = a_bytes.data(), args.result = Storage::bf16;
+  }
+  const int64_t bytes = CALL_BYTES(matmul_packed_bytes, args);
+  if (bytes < 0) return;
+  Bytes panels(bytes), again(out.size());
   args.out = panels.data();
-  VISHWAMAI_ISA::matmul_pack(args, threads);
+  CALL_BYTES(matmul_pack, args, threads);
   args.out = again.data(), args.b = nullptr, args.packed = panels.data();
-  VISHWAMAI_ISA::matmul(args, threads);
+  CALL_BYTES(matmul, args, threads);
   compare((name + kind.name + ", packed").c_str(), again, kind.storage, want, kind.tolerance);
 }
 
@@ -145,7 +172,7 @@ void check_int8(int64_t m, int64_t n, int64_t k, const Threads& threads) {
   args.groups = 1, args.m = m, args.n = n, args.k = k;
   args.a = a.data(), args.b = b.data(), args.out = out.data();
   args.a_row = k, args.a_k = 1, args.b_k = n, args.b_col = 1;
-  VISHWAMAI_ISA::matmul(args, threads);
+  CALL_BYTES(matmul, args, threads);
   for (int64_t i = 0; i < m; ++i)
     for (int64_t j = 0; j < n; ++j) {
       int32_t sum = 0;
@@ -156,6 +183,87 @@ void check_int8(int64_t m, int64_t n, int64_t k, const Threads& threads) {
       }
     }
   std::printf("matmul int8 %ld x %ld x %ld  ok\n", long(m), long(n), long(k));
+}
+
+// Columns of B contiguous along k (a tied embedding), few rows of A.
+void check_columns(const Kind& kind, int64_t m, const Threads& threads) {
+  const int64_t n = 21, k = 139;
+  Values a = normal(m * k), b = normal(n * k), want(m * n);
+  Bytes a_bytes = stored(a, kind.storage), b_bytes = stored(b, kind.storage), out(m * n * kind.size);
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < n; ++j)
+      for (int64_t l = 0; l < k; ++l) want[i * n + j] += a[i * k + l] * b[j * k + l];
+  MatmulArgs args{};
+  args.storage = args.result = kind.storage;
+  args.parts = 3;
+  args.groups = 1, args.m = m, args.n = n, args.k = k;
+  args.a = a_bytes.data(), args.b = b_bytes.data(), args.out = out.data();
+  args.a_row = k, args.a_k = 1, args.b_k = 1, args.b_col = k;
+  CALL_BYTES(matmul, args, threads);
+  compare((std::string("matmul by columns ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
+}
+
+// The number that a code of a quantized weight stands for, before its scale.
+double code_value(Packing packing, int code) {
+  static const double e2m1[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  switch (packing) {
+    case Packing::int8: return code - 128;
+    case Packing::int4: return code - 8;
+    case Packing::mxfp4: return (code & 8 ? -1 : 1) * e2m1[code & 7];
+    case Packing::uint4: return code;
+    default: {
+      const int exponent = code >> 3 & 15, digits = code & 7;
+      return (code & 128 ? -1 : 1) * (exponent == 0 ? std::ldexp(digits, -9) : std::ldexp(8 + digits, exponent - 10));
+    }
+  }
+}
+
+// x are whole numbers whose largest in a block is 127, so that rounding them to int8 changes nothing.
+void check_quantized(const Kind& kind, Packing packing, int64_t m, bool column_scales, bool exact, const Threads& threads) {
+  const int64_t n = 37, k = packing == Packing::fp8 ? 96 : 70, block = packing == Packing::fp8 ? 32 : 24;
+  QuantizedArgs g{};
+  g.storage = kind.storage, g.result = Storage::f32, g.packing = packing, g.exact = exact || packing == Packing::fp8, g.column_scales = column_scales;
+  g.m = m, g.n = n, g.k = k, g.block = block, g.groups = 1;
+  Values x(m * k), want(m * n);
+  for (size_t i = 0; i < x.size(); ++i) x[i] = i % k % block == 1 ? 127 : static_cast<int>(random_bits() % 255) - 127;
+  std::vector<uint8_t> values(g.panels() * g.panel_bytes(), 0);
+  std::vector<float> scales(g.panels() * g.panel_scales(), 0);
+  const bool nibbles = g.bits() == 4;
+  for (int64_t j = 0; j < g.panels() * kQuantizedColumns; ++j) {
+    const int64_t panel = j / kQuantizedColumns, column = j % kQuantizedColumns;
+    for (int64_t l = 0; l < g.padded_k(); ++l) {
+      const bool inside = j < n && l < k;
+      const int zero_code = packing == Packing::int8 ? 128 : packing == Packing::int4 ? 8 : 0;
+      int code = inside ? static_cast<int>(random_bits() % (nibbles ? 16 : 256)) : zero_code;
+      if (packing == Packing::fp8 && (code & 127) > 0x50) code &= 0x80 | 0x3f;  // no NaN, and no sums beyond float32's digits
+      const int64_t scale_at = panel * g.panel_scales() + (column_scales ? 0 : l / block * kQuantizedColumns) + column;
+      float scale = inside ? std::ldexp(1.0f, static_cast<int>((column + (column_scales ? 0 : l / block)) % 3)) : scales[scale_at];
+      const double value = code_value(packing, code);
+      double zero = 0;
+      if (packing == Packing::uint4 && inside) {
+        const uint32_t sixteenths = static_cast<uint32_t>(16 + 37 * (column + (column_scales ? 0 : l / block))) % 256;
+        uint32_t word;
+        std::memcpy(&word, &scale, 4);
+        word |= sixteenths;
+        std::memcpy(&scales[scale_at], &word, 4);
+        zero = sixteenths / 16.0;
+      } else {
+        scales[scale_at] = scale;
+      }
+      uint8_t* const to = values.data() + panel * g.panel_bytes();
+      if (packing == Packing::fp8) to[l * kQuantizedColumns + column] = static_cast<uint8_t>(code);
+      else if (!nibbles) to[(l / 4 * kQuantizedColumns + column) * 4 + l % 4] = static_cast<uint8_t>(code);
+      else to[(l / 8 * kQuantizedColumns + column) * 4 + l % 4] |= static_cast<uint8_t>(code << (l % 8 < 4 ? 0 : 4));
+      for (int64_t i = 0; i < m && inside; ++i) want[i * n + j] += x[i * k + l] * (value - zero) * scale;
+    }
+  }
+  Bytes xb = stored(x, kind.storage), out(m * n * 4);
+  g.x = xb.data(), g.out = out.data();
+  g.weight.values = values.data(), g.weight.scales = scales.data();
+  CALL_BYTES(quantized_product, g, threads);
+  static const char* const names[] = {"int8", "int4", "mxfp4", "fp8", "uint4"};
+  const std::string name = std::string("quantized ") + names[static_cast<int>(packing)] + (column_scales ? " columns " : " ") + std::to_string(m) + (exact ? " exact " : " rows ");
+  compare((name + kind.name).c_str(), out, Storage::f32, want, 2e-6);
 }
 
 // Groups of 30, 0 and 5 rows, two rows without a group; then the gradient of the matrices.
@@ -176,10 +284,10 @@ void check_grouped(const Kind& kind, const Threads& threads) {
   args.storage = args.result = kind.storage;
   args.batch = 1, args.groups = groups, args.m = m, args.k = k, args.n = n;
   args.lhs = a_bytes.data(), args.rhs = b_bytes.data(), args.sizes = sizes, args.out = out.data();
-  VISHWAMAI_ISA::grouped_rows(args, threads);
+  CALL(grouped_rows, args, threads);
   compare((std::string("grouped ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
   args.rhs = c_bytes.data(), args.out = out_b.data();
-  VISHWAMAI_ISA::grouped_weights(args, threads);
+  CALL(grouped_weights, args, threads);
   compare((std::string("grouped weights ") + kind.name).c_str(), out_b, kind.storage, want_b, kind.tolerance);
 }
 
@@ -199,7 +307,7 @@ void check_norm(const Kind& kind, const Threads& threads) {
   args.groups = 1, args.rows = rows, args.features = features;
   args.eps = 1e-5;
   args.x = bytes.data(), args.y = y.data();
-  VISHWAMAI_ISA::norm_forward(args, threads);
+  CALL_ROWS(norm_forward, args, threads);
   compare((std::string("layer norm ") + kind.name).c_str(), y, kind.storage, want, kind.tolerance);
 }
 
@@ -236,7 +344,8 @@ void check_attention(const Kind& kind, int64_t q_len, const Threads& threads) {
   args.query = qb.data(), args.key = kb.data(), args.value = vb.data();
   args.keep_scale = 1;
   args.out = out.data(), args.logsumexp = lse.data();
-  (q_len == 1 ? VISHWAMAI_ISA::attention_decode : VISHWAMAI_ISA::attention_forward)(args, threads);
+  if (q_len == 1) CALL(attention_decode, args, threads);
+  else CALL(attention_forward, args, threads);
   const std::string name = std::string(q_len == 1 ? "decode " : "attention ") + kind.name;
   compare(name.c_str(), out, kind.storage, want, kind.tolerance);
   compare((name + " lse").c_str(), lse, statistics, lse_want, kind.tolerance);
@@ -253,7 +362,7 @@ void check_rows(const Kind& kind, const Threads& threads) {
     for (int64_t i = 0; i < features; ++i) want[r * features + i] = std::exp(x[r * features + i]) / sum;
   }
   SoftmaxArgs softmax{kind.storage, false, rows, features, xb.data(), nullptr, out.data()};
-  VISHWAMAI_ISA::softmax_forward(softmax, threads);
+  CALL_ROWS(softmax_forward, softmax, threads);
   compare((std::string("softmax ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
   for (size_t i = 0; i < x.size(); ++i) {
     const double z = x[i];
@@ -263,7 +372,7 @@ void check_rows(const Kind& kind, const Threads& threads) {
   gelu.storage = kind.storage, gelu.kind = ActivationKind::gelu;
   gelu.groups = 1, gelu.rows = rows, gelu.features = features;
   gelu.x = xb.data(), gelu.dy = dyb.data(), gelu.out = out.data();
-  VISHWAMAI_ISA::activation_run(gelu, threads);
+  CALL_ROWS(activation_run, gelu, threads);
   compare((std::string("gelu gradient ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
 }
 
@@ -286,7 +395,7 @@ void check_rope(const Kind& kind, bool interleaved, const Threads& threads) {
   args.batch = 1, args.positions = positions, args.pairs = pairs, args.dim = dim;
   args.cos = cb.data(), args.sin = sb.data();
   args.arrays[0].heads = heads, args.arrays[0].x = xb.data(), args.arrays[0].out = out.data();
-  VISHWAMAI_ISA::rope_run(args, threads);
+  CALL_ROWS(rope_run, args, threads);
   compare((std::string("rope ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
 }
 
@@ -329,7 +438,7 @@ void check_paged(const Kind& kind, const Threads& threads) {
   args.values = {pb.data() + dim * kind.size, 0, row, 2 * dim};
   args.kv_lens = lens, args.table = table, args.starts = starts, args.count = count;
   args.slopes = sb.data(), args.tree = tree, args.tree_columns = queries, args.lse = lse.data();
-  VISHWAMAI_ISA::paged_attention(args, threads);
+  CALL(paged_attention, args, threads);
   compare((std::string("paged attention ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
   compare((std::string("logsumexp of paged attention ") + kind.name).c_str(), lse, wide.storage, want_lse, kind.tolerance);
 }
@@ -353,10 +462,10 @@ void check_gated(const Kind& kind, const Threads& threads) {
   args.groups = 1, args.m = m, args.n = n, args.k = k;
   args.x = xb.data(), args.gate = gb.data(), args.up = ub.data(), args.h = h.data();
   args.gate_sums = z.data(), args.up_sums = y.data();
-  VISHWAMAI_ISA::gated_forward(args, threads);
+  CALL(gated_forward, args, threads);
   compare((std::string("gated ") + kind.name).c_str(), h, kind.storage, want, kind.tolerance);
   args.dh = db.data(), args.dx = dx.data();
-  VISHWAMAI_ISA::gated_input_gradient(args, threads);
+  CALL(gated_input_gradient, args, threads);
   compare((std::string("gated dx ") + kind.name).c_str(), dx, kind.storage, dwant, kind.tolerance);
 }
 
@@ -387,12 +496,12 @@ void check_loss(const Kind& kind, const Threads& threads) {
   args.tokens = tokens, args.vocab = vocab, args.features = features;
   args.x = xb.data(), args.weight = wb.data(), args.labels = labels.data();
   args.logsumexp = lse_got.data(), args.label_logit = label_got.data();
-  VISHWAMAI_ISA::loss_forward(args, threads);
+  CALL(loss_forward, args, threads);
   compare((std::string("loss lse ") + kind.name).c_str(), lse_got, sums, lse, kind.tolerance);
   compare((std::string("loss label ") + kind.name).c_str(), label_got, sums, at_label, kind.tolerance);
   args.dlogsumexp = ob.data(), args.dlabel_logit = zb.data();
   args.dx = dx.data(), args.dweight = dw.data();
-  VISHWAMAI_ISA::loss_backward(args, threads);
+  CALL(loss_backward, args, threads);
   compare((std::string("loss dx ") + kind.name).c_str(), dx, kind.storage, dwant, kind.tolerance);
 
   Values shares(tokens), total(1), slopes(x.size()), bias(vocab, 0);  // every third token has no loss
@@ -404,7 +513,7 @@ void check_loss(const Kind& kind, const Threads& threads) {
   Bytes sb = stored(shares, sums), bb = stored(bias, sums), loss(size), dx_wide(x.size() * size), dw_wide(weight.size() * size), db(vocab * size);
   args.shares = sb.data(), args.bias = bb.data(), args.loss = loss.data();
   args.dx = dx_wide.data(), args.dweight = dw_wide.data(), args.dbias = db.data();
-  VISHWAMAI_ISA::loss_total(args, threads);
+  CALL(loss_total, args, threads);
   compare((std::string("loss total ") + kind.name).c_str(), loss, sums, total, kind.tolerance);
   compare((std::string("loss total dx ") + kind.name).c_str(), dx_wide, sums, slopes, kind.tolerance);
 }
@@ -430,9 +539,9 @@ void check_sparse(const Kind& kind, const Threads& threads) {
   args.groups = 1, args.m = m, args.rows = 2 * br, args.columns = 3 * bc, args.blocks = blocks, args.block_rows = br, args.block_columns = bc;
   args.dense = args.left = xb.data(), args.right = yb.data(), args.values = vb.data(), args.indices = indices;
   args.out = out.data(), args.dvalues = dvalues.data();
-  VISHWAMAI_ISA::sparse_product(args, threads);
+  CALL(sparse_product, args, threads);
   compare((std::string("sparse ") + kind.name).c_str(), out, kind.storage, want, kind.tolerance);
-  VISHWAMAI_ISA::sparse_values_gradient(args, threads);
+  CALL(sparse_values_gradient, args, threads);
   compare((std::string("sparse dvalues ") + kind.name).c_str(), dvalues, kind.storage, dwant, kind.tolerance);
 }
 
@@ -475,7 +584,7 @@ void check_delta(const Kind& kind, bool channels, bool correction, const Threads
   args.heads = heads, args.key_heads = key_heads, args.tokens = tokens, args.key_dim = dim, args.value_dim = width, args.channels = decays;
   args.value = vb.data(), args.query = qb.data(), args.key = kb.data(), args.decay = db.data(), args.beta = bb.data(), args.skip = sb.data();
   args.sequences = sequences, args.count = 2, args.y = out.data();
-  VISHWAMAI_ISA::delta_run(args, threads);
+  CALL_ROWS(delta_run, args, threads);
   compare((std::string("delta ") + kind.name).c_str(), out, kind.storage, want, 2 * kind.tolerance);
   compare((std::string("delta states ") + kind.name).c_str(), states, sums, state, sums == Storage::f64 ? 1e-13 : 1e-5);
 }
@@ -499,21 +608,51 @@ void check_adam(const Kind& kind, const Threads& threads) {
     nu[i] = 0.125 * g[i] * g[i] + 0.875 * nu[i];
     p[i] -= 0.125 * (2 * mu[i] / (std::sqrt(4 * nu[i]) + 0.0625) + 0.25 * p[i]);
   }
-  VISHWAMAI_ISA::adam_run(a, threads);
+  CALL_ROWS(adam_run, a, threads);
   compare("adam parameters", pb, Storage::f32, p, 1e-6);
   compare((std::string("adam first moment ") + kind.name).c_str(), mb, kind.storage, mu, kind.tolerance);
   compare("adam second moment", nb, Storage::f32, nu, 1e-6);
 }
 
-}  // namespace
+// Prints the panels of a weight [k, n], number after number, as whole numbers.
+double weight_number(int64_t i) { return static_cast<double>(i * 7 % 251 - 125); }
+void print_packed(const std::string& type, int64_t k, int64_t n, const Threads& threads) {
+  MatmulArgs args{};
+  args.storage = args.result = type == "int8" ? Storage::s8 : type == "bfloat16" ? Storage::bf16 : Storage::f32;
+  if (type == "int8") args.result = Storage::s32;
+  Values b(k * n);
+  for (size_t i = 0; i < b.size(); ++i) b[i] = weight_number(static_cast<int64_t>(i));
+  Bytes bytes(b.size());
+  if (type == "int8") for (size_t i = 0; i < b.size(); ++i) bytes[i] = static_cast<char>(static_cast<int8_t>(b[i]));  // char is unsigned on Arm
+  else bytes = stored(b, args.storage);
+  args.groups = 1, args.m = 1, args.n = n, args.k = k, args.b = bytes.data(), args.b_k = n, args.b_col = 1;
+  Bytes panels(CALL_BYTES(matmul_packed_bytes, args));
+  args.out = panels.data();
+  CALL_BYTES(matmul_pack, args, threads);
+  // int8 is stored widened to int16 where the set has no products of bytes.
+  const bool wide = type == "int8" && static_cast<int64_t>(panels.size()) >= 2 * k * n;
+  const size_t size = type == "float32" ? 4 : type == "bfloat16" || wide ? 2 : 1;
+  for (size_t i = 0; i < panels.size() / size; ++i) {
+    int16_t pair = 0;
+    if (wide) std::memcpy(&pair, &panels[2 * i], 2);
+    const double number = type != "int8" ? read(panels, i, args.storage) : wide ? pair : static_cast<int8_t>(panels[i]);
+    std::printf("%d\n", static_cast<int>(number));
+  }
+}
 
-int main() {
-  Pool pool(2);
-  const Threads threads = pool.threads(3);
+void check_all(const Threads& threads) {
   check_int8(37, 53, 129, threads);
   check_int8(1, 5, 3, threads);
   check_int8(100, 40, 2100, threads);  // longer than a stretch of k
+  for (const Packing packing : {Packing::int8, Packing::int4, Packing::mxfp4, Packing::fp8, Packing::uint4})
+    for (const int64_t m : {1, 2, 3, 5, 20})
+      for (const bool columns : {false, true})
+        for (int i = 0; i < 2; ++i) {
+          check_quantized(kKinds[i], packing, m, columns, false, threads);
+          if (m == 3 || m == 20) check_quantized(kKinds[i], packing, m, columns, true, threads);
+        }
   for (const Kind& kind : kKinds) {
+    for (const int64_t m : {1, 6}) check_columns(kind, m, threads);
     for (const int64_t m : {1, 3, 8, 37, 70}) check_matmul(kind, m, 129, threads);
     check_matmul(kind, 13, 1100, threads);  // more than a stretch of k
     check_grouped(kind, threads);
@@ -531,6 +670,22 @@ int main() {
     check_attention(kind, 63, threads);
     check_attention(kind, 1, threads);
   }
-  std::puts("kernels_check: ok");
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  if (isa_complaint() != nullptr) std::fprintf(stderr, "%s\n", isa_complaint());
+  Pool pool(2);
+  const Threads threads = pool.threads(3);
+  const std::string task = count > 1 ? words[1] : "";
+  if (task == "isa") {
+    std::puts(isa_name(isa()));
+  } else if (task == "packed" && count == 5) {
+    print_packed(words[2], std::atoll(words[3]), std::atoll(words[4]), threads);
+  } else {
+    check_all(threads);
+    std::printf("kernels_check: ok (%s)\n", isa_name(isa()));
+  }
   return 0;
 }

@@ -123,7 +123,7 @@ def test_every_instruction_set(isa):
     """Each path that this machine has gives right values and gradients, and scratch memory that starts as NaN never
     shows.
     """
-    if ffi.ISAS.index(isa) > ffi.ISAS.index(ffi.native().best_isa()):
+    if isa not in ffi.isas():
         pytest.skip(f"this machine has no {isa}")
     result = python(EVERY_KERNEL, VISHWAMAI_CPU_ISA=isa, VISHWAMAI_CPU_POISON="1")
     assert result.returncode == 0, result.stderr[-2000:]
@@ -161,7 +161,7 @@ def test_dot_products():
     """The set of AVX-512 with BF16 and VNNI but without tiles: int8 is exact, bfloat16 is summed in float32, and a NaN
     stays in its row.
     """
-    if ffi.ISAS.index("avx512_bf16") > ffi.ISAS.index(ffi.native().best_isa()):
+    if "avx512_bf16" not in ffi.isas():
         pytest.skip("this machine has no avx512_bf16")
     result = python(DOT_PRODUCTS, VISHWAMAI_CPU_ISA="avx512_bf16", VISHWAMAI_CPU_POISON="1")
     assert result.stdout.split() == ["avx512_bf16", "[", "7", "250]"], result.stdout + result.stderr[-2000:]

@@ -34,7 +34,7 @@ _EXTRAS = {
 """Every extra for users, and what it brings."""
 _FLAGS = (
     *("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
-    *("asimd", "sve", "bf16", "i8mm"),
+    *("asimd", "asimddp", "sve", "bf16", "i8mm"),
 )
 
 

@@ -38,9 +38,7 @@ BUILD_HINT = (
 
 
 ISAS = tuple(CPUS)
-"""The instruction sets that the kernels are compiled for, as core/cpp/isa.h numbers them: each contains those before
-it.
-"""
+"""The instruction sets that the kernels are compiled for, as core/cpp/isa.h numbers them."""
 
 
 PLACEMENT = jax.make_user_context(default_value=None)
@@ -128,6 +126,13 @@ def native() -> ModuleType:
 def isa() -> str:
     """The instruction set that the kernels use here: one of `ISAS`; `VISHWAMAI_CPU_ISA` forces a lesser one."""
     return native().isa()
+
+
+def isas() -> tuple[str, ...]:
+    """The instruction sets that this machine and build both have: those that `VISHWAMAI_CPU_ISA` may name here."""
+    best = CPUS[native().best_isa()]
+    names = [name for name, cpu in CPUS.items() if cpu.architecture in (None, best.architecture)]
+    return tuple(names[: names.index(best.name) + 1])
 
 
 def chip() -> CpuChip | None:

@@ -213,7 +213,7 @@ struct VectorProducts {
 // Compiled once for an instruction set, in cache_products.isa.cc.
 #if defined(__AMX_BF16__)
 #define VISHWAMAI_VECTOR_PRODUCTS(keyword)
-#elif defined(__AVX512BF16__)  // the others are AVX-512's
+#elif defined(VISHWAMAI_BASE)  // whose the others are
 #define VISHWAMAI_VECTOR_PRODUCTS(keyword) keyword template struct VectorProducts<bf16>;
 #else
 #define VISHWAMAI_NARROW_PRODUCTS(keyword)       \

@@ -7,9 +7,11 @@
 //   PairEngine                            int8 as pairs of int16 into int32 (vpmaddwd and its like)
 //   DotEngine, DotInt8Engine              dot products of AVX-512, in engine_dot.h
 //   AmxEngine<parts>, AmxInt8Engine       tiles of AMX, in engine_amx.h
+//   ArmDotEngine, ArmMatrixEngine         dot and matrix products of Arm, in engine_arm.h
 // HalfEngine and Int8Engine name the one of this instruction set for bfloat16 and int8.
 #pragma once
 
+#include "isa.h"
 #include "simd.h"
 
 namespace vishwamai::VISHWAMAI_ISA {
@@ -342,6 +344,8 @@ struct PairEngine : InRegisters<PairEngine> {
 #define VISHWAMAI_DOT 1
 #include "engine_dot.h"
 #endif
+#elif defined(VISHWAMAI_NEON_DOT)
+#include "engine_arm.h"
 #endif
 
 namespace vishwamai::VISHWAMAI_ISA {
@@ -352,6 +356,12 @@ using Int8Engine = AmxInt8Engine;
 #elif defined(VISHWAMAI_DOT)
 using HalfEngine = DotEngine;
 using Int8Engine = DotInt8Engine;
+#elif defined(VISHWAMAI_NEON_BF16)
+using HalfEngine = ArmMatrixEngine<uint16_t>;
+using Int8Engine = ArmMatrixEngine<int8_t>;
+#elif defined(VISHWAMAI_NEON_DOT)
+using HalfEngine = FmaEngine<float>;
+using Int8Engine = ArmDotEngine<int8_t>;
 #else
 using HalfEngine = FmaEngine<float>;
 using Int8Engine = PairEngine;
@@ -361,11 +371,13 @@ using Int8Engine = PairEngine;
 #define VISHWAMAI_IN_REGISTERS(keyword, Engine) \
   keyword template void InRegisters<Engine>::multiply(const Engine::Element*, int64_t, const Engine::Element*, int64_t, int, Engine::Acc*, int64_t, bool);
 VISHWAMAI_IN_REGISTERS(extern, FmaEngine<float>)
-#if !defined(__AVX512BF16__)  // there float64 is AVX-512's
+#if !defined(VISHWAMAI_BASE)  // whose float64 it is
 VISHWAMAI_IN_REGISTERS(extern, FmaEngine<double>)
 #endif
 #if defined(VISHWAMAI_DOT)
 VISHWAMAI_IN_REGISTERS(extern, DotEngine)
+#elif defined(VISHWAMAI_NEON_BF16)
+extern template struct ArmMatrixEngine<uint16_t>;
 #endif
 
 }  // namespace vishwamai::VISHWAMAI_ISA

@@ -4,11 +4,13 @@
 namespace vishwamai::VISHWAMAI_ISA {
 
 VISHWAMAI_IN_REGISTERS(, FmaEngine<float>)
-#if !defined(__AVX512BF16__)
+#if !defined(VISHWAMAI_BASE)
 VISHWAMAI_IN_REGISTERS(, FmaEngine<double>)
 #endif
 #if defined(VISHWAMAI_DOT)
 VISHWAMAI_IN_REGISTERS(, DotEngine)
+#elif defined(VISHWAMAI_NEON_BF16)
+template struct ArmMatrixEngine<uint16_t>;
 #endif
 
 }  // namespace vishwamai::VISHWAMAI_ISA

@@ -9,7 +9,7 @@ namespace {
 
 using Buffer = ffi::AnyBuffer;
 
-void run_product(const QuantizedArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH(quantized_product, args, threads) }
+void run_product(const QuantizedArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH_BYTES(quantized_product, args, threads) }
 
 bool packing_of(int64_t number, Packing* packing) {
   *packing = static_cast<Packing>(number);

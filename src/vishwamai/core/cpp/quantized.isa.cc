@@ -22,6 +22,17 @@ VISHWAMAI_INLINE i32v dot(i32v sum, i32v weights, const Element* x) {
   memcpy(&four, x, sizeof(four));
   return (i32v)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(four));
 }
+#elif defined(VISHWAMAI_NEON_DOT)
+using Element = int8_t;
+constexpr int kPlace[4] = {0, 1, 2, 3};
+VISHWAMAI_INLINE i32v dot(i32v sum, i32v weights, const Element* x) {
+  const int8x16_t four = ArmDotEngine<int8_t>::broadcast(x);
+#if defined(VISHWAMAI_NEON_BF16)
+  return (i32v)vusdotq_s32((int32x4_t)sum, (uint8x16_t)weights, four);
+#else
+  return (i32v)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, four);
+#endif
+}
 #else
 using Element = int16_t;
 constexpr int kPlace[4] = {0, 2, 1, 3};
@@ -32,11 +43,62 @@ VISHWAMAI_INLINE i32v dot(i32v sum, i32v weights, const Element* x) {
 }
 #endif
 
+// SDOT wants its factors signed: 128 is taken off bytes, and 128 times the sum of the row is where sums begin.
+#if defined(VISHWAMAI_NEON_DOT) && !defined(VISHWAMAI_NEON_BF16)
+constexpr bool kSignedBytes = true;
+#else
+constexpr bool kSignedBytes = false;
+#endif
+
+#if defined(VISHWAMAI_NEON_BF16)
+// dots[2 P, J vectors of columns] += two rows of x and two columns at a time, for `groups` pairs of fours of k (USMMLA).
+// `x(r)` is where row r begins, `load` gives the bytes of both fours of vector t.
+template <int R, int J, class X, class Load>
+VISHWAMAI_INLINE void add_matrix_products(i32v (&dots)[R][J], int64_t groups, X&& x, Load&& load) {
+  int32x4_t tiles[R / 2][J][2];  // columns 0 and 1 or 2 and 3 of a vector, times two rows
+#pragma GCC unroll 8
+  for (int p = 0; p < R / 2; ++p)
+#pragma GCC unroll 4
+    for (int t = 0; t < J; ++t) {
+      tiles[p][t][0] = vzip1q_s32((int32x4_t)dots[2 * p][t], (int32x4_t)dots[2 * p + 1][t]);
+      tiles[p][t][1] = vzip2q_s32((int32x4_t)dots[2 * p][t], (int32x4_t)dots[2 * p + 1][t]);
+    }
+  for (int64_t g = 0; g < groups; ++g) {
+    uint8x16_t columns[J][2];
+#pragma GCC unroll 4
+    for (int t = 0; t < J; ++t) {
+      i32v first, second;
+      load(g, t, first, second);
+      columns[t][0] = (uint8x16_t)vzip1q_s32((int32x4_t)first, (int32x4_t)second);
+      columns[t][1] = (uint8x16_t)vzip2q_s32((int32x4_t)first, (int32x4_t)second);
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < R / 2; ++p) {
+      const int8x16_t rows = vcombine_s8(vld1_s8(x(2 * p) + 8 * g), vld1_s8(x(2 * p + 1) + 8 * g));
+#pragma GCC unroll 4
+      for (int t = 0; t < J; ++t) {
+        tiles[p][t][0] = vusmmlaq_s32(tiles[p][t][0], columns[t][0], rows);
+        tiles[p][t][1] = vusmmlaq_s32(tiles[p][t][1], columns[t][1], rows);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int p = 0; p < R / 2; ++p)
+#pragma GCC unroll 4
+    for (int t = 0; t < J; ++t) {
+      dots[2 * p][t] = (i32v)vuzp1q_s32(tiles[p][t][0], tiles[p][t][1]);
+      dots[2 * p + 1][t] = (i32v)vuzp2q_s32(tiles[p][t][0], tiles[p][t][1]);
+    }
+}
+#endif
+
 constexpr int64_t kAhead = 4096;  // bytes of a panel that are asked for beforehand
 #if defined(VISHWAMAI_AVX512)
 constexpr int kMostRows = 6, kVectors = 2;  // 12 sums of int32, 12 of float32
 #elif defined(__AVX2__)
 constexpr int kMostRows = 2, kVectors = 2;
+#elif defined(VISHWAMAI_NEON_DOT)
+constexpr int kMostRows = 4, kVectors = 2;  // 8 sums of int32, 8 of float32, 4 vectors of the weight
 #else
 constexpr int kMostRows = 1, kVectors = 4;
 #endif
@@ -51,6 +113,8 @@ VISHWAMAI_INLINE i32v twice(i32v codes) {  // of 4-bit codes, one to a byte
 #elif defined(__AVX2__)
   const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kTwice));
   return (i32v)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)codes);
+#elif defined(__aarch64__)
+  return (i32v)vqtbl1q_u8(vld1q_u8(kTwice), (uint8x16_t)codes);
 #else
   uint8_t bytes[sizeof(codes)];
   memcpy(bytes, &codes, sizeof(codes));
@@ -92,7 +156,7 @@ __attribute__((noinline)) void multiply(const Rows& x, int64_t row0, int count, 
     const int64_t row = row0 + least(r, count - 1);
     a[r] = x.values + row * x.row, scales[r] = x.scales + row * x.blocks, sums[r] = x.sums + row * x.blocks;
   }
-  constexpr bool kNibbles = kPacking != Packing::int8;
+  constexpr bool kNibbles = kPacking != Packing::int8, kSigned = kSignedBytes && !kNibbles;
   constexpr int J = kVectors, kGroup = kNibbles ? 8 : 4;
   for (int64_t col = 0; col < kColumns; col += J * W) {
     f32v sum[R][J];
@@ -109,9 +173,23 @@ __attribute__((noinline)) void multiply(const Rows& x, int64_t row0, int count, 
       for (int r = 0; r < R; ++r) {
         if constexpr (kZeros) totals[r] = static_cast<float>(sums[r][block]) * scales[r][block];
 #pragma GCC unroll 4
-        for (int t = 0; t < J; ++t) dots[r][t] = splat(kZeros ? 0 : -s.offset * sums[r][block]);
+        for (int t = 0; t < J; ++t) dots[r][t] = splat(((kSigned ? 128 : 0) - (kZeros ? 0 : s.offset)) * sums[r][block]);
       }
       const int64_t end = least((block + 1) * s.groups, s.end);
+#if defined(VISHWAMAI_NEON_BF16)
+      if constexpr (R > 1) {
+        const int64_t begin = block * s.groups, pairs = (end - begin) / 2;
+        add_matrix_products(dots, pairs, [&](int r) { return a[r] + 4 * begin; }, [&](int64_t g, int t, i32v& first, i32v& second) {
+          const uint8_t* const from = w + g * (kNibbles ? 4 : 8) * kColumns + 4 * t * W;
+          __builtin_prefetch(from + kAhead, 0, 2);
+          memcpy(&first, from, sizeof(first));
+          if constexpr (kNibbles) second = (i32v)((u32v)first >> 4) & 0x0f0f0f0f, first &= 0x0f0f0f0f;
+          else memcpy(&second, from + 4 * kColumns, sizeof(second));
+          if constexpr (kPacking == Packing::mxfp4) first = twice(first), second = twice(second);
+        });
+        w += pairs * (kNibbles ? 4 : 8) * kColumns;
+      } else
+#endif
       for (int64_t g = block * s.groups; g < end; g += kGroup / 4, w += 4 * kColumns) {
         i32v weights[J], high[J];
 #pragma GCC unroll 4
@@ -120,6 +198,7 @@ __attribute__((noinline)) void multiply(const Rows& x, int64_t row0, int count, 
           memcpy(&weights[t], w + 4 * t * W, sizeof(weights[t]));
           if constexpr (kNibbles) high[t] = (i32v)((u32v)weights[t] >> 4) & 0x0f0f0f0f, weights[t] &= 0x0f0f0f0f;
           if constexpr (kPacking == Packing::mxfp4) high[t] = twice(high[t]), weights[t] = twice(weights[t]);
+          if constexpr (kSigned) weights[t] ^= splat(static_cast<int32_t>(0x80808080u));
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)

@@ -12,10 +12,12 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifndef VISHWAMAI_ISA
-#error "compile kernel sources with -DVISHWAMAI_ISA=generic|avx2|avx512|avx512_bf16|amx"
+#error "compile kernel sources with -DVISHWAMAI_ISA=, the name of an instruction set (CMakeLists.txt)"
 #endif
 #define VISHWAMAI_INLINE inline __attribute__((always_inline))
 
@@ -120,6 +122,8 @@ template <class T> VISHWAMAI_INLINE void store(T* p, V<T> v) { __builtin_memcpy(
 VISHWAMAI_INLINE u16half to_bf16(f32v v) {
 #if defined(__AVX512BF16__)
   return (u16half)_mm512_cvtneps_pbh(v);
+#elif defined(VISHWAMAI_NEON_BF16)
+  return (u16half)vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)v));
 #else
   const u32v x = bit_cast<u32v>(v);
   const u32v rounded = (x + 0x7fff + ((x >> 16) & 1)) >> 16;

@@ -189,9 +189,9 @@ struct Decode {
 
 void attention_decode(const AttentionArgs& a, const Threads& threads) {
   switch (a.storage) {
-    case Storage::f32: return VISHWAMAI_AVX512_OR(attention_decode(a, threads), Decode<float>{a}.run(threads));
+    case Storage::f32: return VISHWAMAI_BASE_OR(attention_decode(a, threads), Decode<float>{a}.run(threads));
     case Storage::bf16: return Decode<bf16>{a}.run(threads);
-    case Storage::f64: return VISHWAMAI_AVX2_OR(attention_decode(a, threads), Decode<double>{a}.run(threads));
+    case Storage::f64: return VISHWAMAI_FLOAT64_OR(attention_decode(a, threads), Decode<double>{a}.run(threads));
     default: return;
   }
 }

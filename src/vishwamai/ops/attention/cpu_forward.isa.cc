@@ -340,13 +340,13 @@ void run(const AttentionArgs& a, const Threads& threads) {
 }  // namespace
 
 void attention_forward(const AttentionArgs& a, const Threads& threads) {
-  if (a.storage == Storage::f64) return VISHWAMAI_AVX2_OR(attention_forward(a, threads), run<double, FmaEngine<double>>(a, threads));
+  if (a.storage == Storage::f64) return VISHWAMAI_FLOAT64_OR(attention_forward(a, threads), run<double, FmaEngine<double>>(a, threads));
   if (a.storage == Storage::bf16) return run<bf16, HalfEngine>(a, threads);
 #if defined(__AMX_BF16__)
   if (a.parts == 2) return run<float, AmxEngine<2>>(a, threads);
   return run<float, AmxEngine<3>>(a, threads);
 #else
-  return VISHWAMAI_AVX512_OR(attention_forward(a, threads), run<float, FmaEngine<float>>(a, threads));
+  return VISHWAMAI_BASE_OR(attention_forward(a, threads), run<float, FmaEngine<float>>(a, threads));
 #endif
 }
 

@@ -302,9 +302,9 @@ Threads fitting(const GatedArgs& g, const Threads& all) {
 
 void gated_forward(const GatedArgs& g, const Threads& all) {
   const Threads threads = fitting(g, all);
-  if (g.storage == Storage::f64) return VISHWAMAI_AVX2_OR(gated_forward(g, threads), forward<double, FmaEngine<double>>(g, threads));
+  if (g.storage == Storage::f64) return VISHWAMAI_FLOAT64_OR(gated_forward(g, threads), forward<double, FmaEngine<double>>(g, threads));
   if (g.m <= kSkinnyRows && g.k > 0) {
-    return g.storage == Storage::bf16 ? skinny<bf16>(g, threads) : VISHWAMAI_AVX512_OR(gated_forward(g, threads), skinny<float>(g, threads));
+    return g.storage == Storage::bf16 ? skinny<bf16>(g, threads) : VISHWAMAI_BASE_OR(gated_forward(g, threads), skinny<float>(g, threads));
   }
   if (g.storage == Storage::bf16) return forward<bf16, HalfEngine>(g, threads);
 #if defined(__AMX_BF16__)
@@ -313,31 +313,31 @@ void gated_forward(const GatedArgs& g, const Threads& all) {
     return g.parts == 2 ? forward<float, AmxEngine<2>>(g, threads) : forward<float, AmxEngine<3>>(g, threads);
   }
 #endif
-  VISHWAMAI_AVX512_OR(gated_forward(g, threads), forward<float, FmaEngine<float>>(g, threads));
+  VISHWAMAI_BASE_OR(gated_forward(g, threads), forward<float, FmaEngine<float>>(g, threads));
 }
 
 void gated_input_gradient(const GatedArgs& g, const Threads& all) {
   const Threads threads = fitting(g, all);
-  if (g.storage == Storage::f64) return VISHWAMAI_AVX2_OR(gated_input_gradient(g, threads), input_gradient<double, FmaEngine<double>, double>(g, threads));
+  if (g.storage == Storage::f64) return VISHWAMAI_FLOAT64_OR(gated_input_gradient(g, threads), input_gradient<double, FmaEngine<double>, double>(g, threads));
 #if defined(__AMX_BF16__)
   if (g.storage == Storage::f32 && g.m > 16 && splits_well(largest_slope(g, threads), largest_weight(g, threads))) {
     return g.parts == 2 ? input_gradient<float, AmxEngine<2>, float>(g, threads) : input_gradient<float, AmxEngine<3>, float>(g, threads);
   }
 #endif
-  if (g.storage == Storage::f32) return VISHWAMAI_AVX512_OR(gated_input_gradient(g, threads), input_gradient<float, FmaEngine<float>, float>(g, threads));
+  if (g.storage == Storage::f32) return VISHWAMAI_BASE_OR(gated_input_gradient(g, threads), input_gradient<float, FmaEngine<float>, float>(g, threads));
   if (g.result == Storage::bf16) return input_gradient<bf16, HalfEngine, bf16>(g, threads);
   input_gradient<bf16, HalfEngine, float>(g, threads);
 }
 
 void gated_weight_gradient(const GatedArgs& g, const Threads& all) {
   const Threads threads = fitting(g, all);
-  if (g.storage == Storage::f64) return VISHWAMAI_AVX2_OR(gated_weight_gradient(g, threads), weight_gradient<double, FmaEngine<double>, double>(g, threads));
+  if (g.storage == Storage::f64) return VISHWAMAI_FLOAT64_OR(gated_weight_gradient(g, threads), weight_gradient<double, FmaEngine<double>, double>(g, threads));
 #if defined(__AMX_BF16__)
   if (g.storage == Storage::f32 && g.m > 16 && splits_well(largest_input(g, threads), largest_slope(g, threads))) {
     return g.parts == 2 ? weight_gradient<float, AmxEngine<2>, float>(g, threads) : weight_gradient<float, AmxEngine<3>, float>(g, threads);
   }
 #endif
-  if (g.storage == Storage::f32) return VISHWAMAI_AVX512_OR(gated_weight_gradient(g, threads), weight_gradient<float, FmaEngine<float>, float>(g, threads));
+  if (g.storage == Storage::f32) return VISHWAMAI_BASE_OR(gated_weight_gradient(g, threads), weight_gradient<float, FmaEngine<float>, float>(g, threads));
   if (g.result == Storage::bf16) return weight_gradient<bf16, HalfEngine, bf16>(g, threads);
   weight_gradient<bf16, HalfEngine, float>(g, threads);
 }

@@ -352,38 +352,38 @@ Threads fitting(const LossArgs& a, const Threads& all) {
 
 void loss_forward(const LossArgs& a, const Threads& all) {
   const Threads threads = fitting(a, all);
-  if (a.storage == Storage::f64) return VISHWAMAI_AVX2_OR(loss_forward(a, threads), Loss<double, FmaEngine<double>>{a}.forward(threads));
+  if (a.storage == Storage::f64) return VISHWAMAI_FLOAT64_OR(loss_forward(a, threads), Loss<double, FmaEngine<double>>{a}.forward(threads));
   if (a.storage == Storage::bf16) return Loss<bf16, HalfEngine>{a}.forward(threads);
 #if defined(__AMX_BF16__)
   if (finite_input(a, threads)) {
     return a.parts == 2 ? Loss<float, AmxEngine<2>>{a}.forward(threads) : Loss<float, AmxEngine<3>>{a}.forward(threads);
   }
 #endif
-  VISHWAMAI_AVX512_OR(loss_forward(a, threads), Loss<float, FmaEngine<float>>{a}.forward(threads));
+  VISHWAMAI_BASE_OR(loss_forward(a, threads), Loss<float, FmaEngine<float>>{a}.forward(threads));
 }
 
 void loss_backward(const LossArgs& a, const Threads& all) {
   const Threads threads = fitting(a, all);
-  if (a.storage == Storage::f64) return VISHWAMAI_AVX2_OR(loss_backward(a, threads), Loss<double, FmaEngine<double>>{a}.backward(threads));
+  if (a.storage == Storage::f64) return VISHWAMAI_FLOAT64_OR(loss_backward(a, threads), Loss<double, FmaEngine<double>>{a}.backward(threads));
   if (a.storage == Storage::bf16) return Loss<bf16, HalfEngine>{a}.backward(threads);
 #if defined(__AMX_BF16__)
   if (finite_input(a, threads) && fair_slopes(a, threads)) {
     return a.parts == 2 ? Loss<float, AmxEngine<2>>{a}.backward(threads) : Loss<float, AmxEngine<3>>{a}.backward(threads);
   }
 #endif
-  VISHWAMAI_AVX512_OR(loss_backward(a, threads), Loss<float, FmaEngine<float>>{a}.backward(threads));
+  VISHWAMAI_BASE_OR(loss_backward(a, threads), Loss<float, FmaEngine<float>>{a}.backward(threads));
 }
 
 void loss_total(const LossArgs& a, const Threads& all) {
   const Threads threads = fitting(a, all);
-  if (a.storage == Storage::f64) return VISHWAMAI_AVX2_OR(loss_total(a, threads), Loss<double, FmaEngine<double>>{a}.total(threads));
+  if (a.storage == Storage::f64) return VISHWAMAI_FLOAT64_OR(loss_total(a, threads), Loss<double, FmaEngine<double>>{a}.total(threads));
   if (a.storage == Storage::bf16) return Loss<bf16, HalfEngine>{a}.total(threads);
 #if defined(__AMX_BF16__)
   if (finite_input(a, threads) && fair_slopes(a, threads)) {
     return a.parts == 2 ? Loss<float, AmxEngine<2>>{a}.total(threads) : Loss<float, AmxEngine<3>>{a}.total(threads);
   }
 #endif
-  VISHWAMAI_AVX512_OR(loss_total(a, threads), Loss<float, FmaEngine<float>>{a}.total(threads));
+  VISHWAMAI_BASE_OR(loss_total(a, threads), Loss<float, FmaEngine<float>>{a}.total(threads));
 }
 
 }  // namespace vishwamai::VISHWAMAI_ISA

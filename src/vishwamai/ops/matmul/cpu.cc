@@ -10,9 +10,9 @@
 namespace vishwamai {
 namespace {
 
-void run_matmul(const MatmulArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH(matmul, args, threads) }
-void run_pack(const MatmulArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH(matmul_pack, args, threads) }
-int64_t packed_bytes(const MatmulArgs& args) { VISHWAMAI_DISPATCH(matmul_packed_bytes, args) }
+void run_matmul(const MatmulArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH_BYTES(matmul, args, threads) }
+void run_pack(const MatmulArgs& args, const Threads& threads) { VISHWAMAI_DISPATCH_BYTES(matmul_pack, args, threads) }
+int64_t packed_bytes(const MatmulArgs& args) { VISHWAMAI_DISPATCH_BYTES(matmul_packed_bytes, args) }
 
 // Stride over the groups of a buffer [groups or 1, ...]; 0 where they share it.
 int64_t group_stride(const ffi::AnyBuffer& buffer) {

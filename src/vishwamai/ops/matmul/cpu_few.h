@@ -255,6 +255,21 @@ struct Pairs {
 };
 template <>
 struct Widened<bf16> : Pairs {};
+#elif defined(VISHWAMAI_NEON_BF16)
+template <>
+struct Widened<bf16> {
+  using Number = bf16;
+  static constexpr int kStep = 8;
+  using Vector = bfloat16x8_t;
+  static VISHWAMAI_INLINE Vector read(const bf16* p, int count) {
+    if (count >= kStep) return read(p);
+    bf16 some[kStep] = {};
+    for (int i = 0; i < count; ++i) some[i] = p[i];
+    return read(some);
+  }
+  static VISHWAMAI_INLINE Vector read(const bf16* p) { return vreinterpretq_bf16_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(p))); }
+  static VISHWAMAI_INLINE f32v add(f32v sum, Vector a, Vector b) { return (f32v)vbfdotq_f32((float32x4_t)sum, a, b); }
+};
 #endif
 
 // c[r, j] = the sums of R rows of A (`a_row` apart, padded with zeros to whole vectors) and J columns of B.

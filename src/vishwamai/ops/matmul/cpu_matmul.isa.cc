@@ -149,7 +149,7 @@ void pack(const MatmulArgs& g, const Threads& threads) {
   });
 }
 
-#if defined(VISHWAMAI_DOT) || defined(__AMX_BF16__)
+#if defined(VISHWAMAI_DOT) || defined(__AMX_BF16__) || defined(VISHWAMAI_NEON_BF16)
 using HalfPanels = HalfEngine;
 
 void pack_halves(const MatmulArgs& g, const Threads& threads) { pack<bf16, HalfEngine>(g, threads); }
@@ -203,27 +203,30 @@ int64_t bytes_of_panels(const MatmulArgs& g) {
 }  // namespace
 
 void matmul_pack(const MatmulArgs& g, const Threads& threads) {
+  VISHWAMAI_BYTES_OR_BASE(g.storage, matmul_pack(g, threads));
   if (g.storage == Storage::s8) return pack<int8_t, Int8Engine>(g, threads);
   if (g.storage == Storage::bf16) return pack_halves(g, threads);
-  if (g.storage == Storage::f32) return VISHWAMAI_AVX512_OR(matmul_pack(g, threads), pack<float, FmaEngine<float>>(g, threads));
+  if (g.storage == Storage::f32) return VISHWAMAI_BASE_OR(matmul_pack(g, threads), pack<float, FmaEngine<float>>(g, threads));
 }
 
 int64_t matmul_packed_bytes(const MatmulArgs& g) {
+  VISHWAMAI_BYTES_OR_BASE(g.storage, matmul_packed_bytes(g));
   if (g.storage == Storage::s8) return bytes_of_panels<Int8Engine>(g);
   if (g.storage == Storage::bf16) return bytes_of_panels<HalfPanels>(g);
   return g.storage == Storage::f32 ? bytes_of_panels<FmaEngine<float>>(g) : -1;
 }
 
 void matmul(const MatmulArgs& g, const Threads& all) {
+  VISHWAMAI_BYTES_OR_BASE(g.storage, matmul(g, all));
   Threads threads = all;
   // a hand-over costs more than the product
   if (g.groups * g.m * g.n * greatest<int64_t>(1, g.k) < 64 * 64 * 64) threads.count = 1;
   const bool as_it_lies = g.k > 0 && (g.packed || g.b_col == 1);
-  if (as_it_lies && g.storage == Storage::f32 && g.m <= kFewRows) return VISHWAMAI_AVX512_OR(matmul(g, threads), few_rows<float>(g, threads));
+  if (as_it_lies && g.storage == Storage::f32 && g.m <= kFewRows) return VISHWAMAI_BASE_OR(matmul(g, threads), few_rows<float>(g, threads));
   if (as_it_lies && !g.packed && g.storage == Storage::bf16 && g.m <= 4) return few_rows<bf16>(g, threads);
 #if defined(VISHWAMAI_DOT)
   if (g.packed && g.storage == Storage::bf16 && g.m <= kFewPacked) return few_packed(g, threads);
-#elif !defined(__AMX_BF16__)
+#elif !defined(__AMX_BF16__) && !defined(VISHWAMAI_NEON_BF16)
   if (g.packed && g.storage == Storage::bf16) {
     if (g.k > 0 && g.m <= kFewRows) return few_rows<bf16>(g, threads);
     MatmulArgs widened = g;
@@ -234,7 +237,7 @@ void matmul(const MatmulArgs& g, const Threads& all) {
   if (g.k > 0 && !g.packed && g.b_k == 1 && g.b_col != 1 && g.m <= kFewColumns && (g.storage == Storage::f32 || g.storage == Storage::bf16)) {
     return g.storage == Storage::f32 ? few_columns<float>(g, threads) : few_columns<bf16>(g, threads);
   }
-  if (g.storage == Storage::f64) return VISHWAMAI_AVX512_OR(matmul(g, threads), run<double, FmaEngine<double>>(g, threads));
+  if (g.storage == Storage::f64) return VISHWAMAI_BASE_OR(matmul(g, threads), run<double, FmaEngine<double>>(g, threads));
 #if defined(__AMX_BF16__)
   if (is_small(g)) return g.result == Storage::s32 ? small<int8_t, Int8Engine>(g, threads) : small<bf16, HalfEngine>(g, threads);
 #endif
@@ -247,7 +250,7 @@ void matmul(const MatmulArgs& g, const Threads& all) {
   // Few rows are bound by reading B, in parts or not.
   if (!g.packed && g.m > 16 && (g.parts == 2 ? run_split<AmxEngine<2>>(g, threads) : run_split<AmxEngine<3>>(g, threads))) return;
 #endif
-  VISHWAMAI_AVX512_OR(matmul(g, threads), run<float, FmaEngine<float>>(g, threads));
+  VISHWAMAI_BASE_OR(matmul(g, threads), run<float, FmaEngine<float>>(g, threads));
 }
 
 }  // namespace vishwamai::VISHWAMAI_ISA

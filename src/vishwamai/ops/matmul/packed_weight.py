@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from vishwamai.core import ffi
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.hardware import CPUS
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor, pack_qtensor
 from vishwamai.core.spec import as_array
@@ -65,7 +66,10 @@ class Order(NamedTuple):
 
 def order(dtype: str, isa: str) -> Order:
     """The order in which the kernels of an instruction set read weights of `dtype` (one of `DTYPES`)."""
-    columns = {"avx2": 16, "generic": 8}.get(isa, 32)
+    columns = CPUS[isa].vector_bytes // 2  # two vectors of float32
+    neon = {("neon_dot", "int8"): 4, ("neon_bf16", "int8"): 8, ("neon_bf16", "bfloat16"): 4}.get((isa, dtype))
+    if neon is not None:
+        return Order(dtype, 1, 1, columns, neon)
     if isa in ("amx", "avx512_bf16") and dtype != "float32":
         neighbours = 2 if dtype == "bfloat16" else 4
         return Order(dtype, 2, 16, 16, neighbours, unsigned=isa == "avx512_bf16" and dtype == "int8")

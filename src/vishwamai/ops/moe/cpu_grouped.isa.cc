@@ -83,8 +83,8 @@ void dispatch(const GroupedArgs& a, const Threads& all) {
   // a hand-over costs more than the products
   if (a.batch * a.m * a.n * greatest<int64_t>(1, a.k) < 64 * 64 * 64) threads.count = 1;
   if (a.storage == Storage::f64) {
-    return kWeights ? VISHWAMAI_AVX2_OR(grouped_weights(a, threads), run<true, double, FmaEngine<double>>(a, threads))
-                    : VISHWAMAI_AVX2_OR(grouped_rows(a, threads), run<false, double, FmaEngine<double>>(a, threads));
+    return kWeights ? VISHWAMAI_FLOAT64_OR(grouped_weights(a, threads), run<true, double, FmaEngine<double>>(a, threads))
+                    : VISHWAMAI_FLOAT64_OR(grouped_rows(a, threads), run<false, double, FmaEngine<double>>(a, threads));
   }
   if (a.storage == Storage::bf16) return run<kWeights, bf16, HalfEngine>(a, threads);
 #if defined(__AMX_BF16__)
@@ -96,8 +96,8 @@ void dispatch(const GroupedArgs& a, const Threads& all) {
     if (splits_well(left, right)) return run<kWeights, float, AmxEngine<3>>(a, threads);
   }
 #endif
-  if constexpr (kWeights) VISHWAMAI_AVX512_OR(grouped_weights(a, threads), run<true, float, FmaEngine<float>>(a, threads));
-  else VISHWAMAI_AVX512_OR(grouped_rows(a, threads), run<false, float, FmaEngine<float>>(a, threads));
+  if constexpr (kWeights) VISHWAMAI_BASE_OR(grouped_weights(a, threads), run<true, float, FmaEngine<float>>(a, threads));
+  else VISHWAMAI_BASE_OR(grouped_rows(a, threads), run<false, float, FmaEngine<float>>(a, threads));
 }
 
 }  // namespace

@@ -241,18 +241,18 @@ void backward(const NormBackwardArgs& a, const Threads& threads) {
 
 void norm_forward(const NormForwardArgs& a, const Threads& threads) {
   switch (a.storage) {
-    case Storage::f32: return VISHWAMAI_AVX512_OR(norm_forward(a, threads), forward<float>(a, threads));
+    case Storage::f32: return VISHWAMAI_BASE_OR(norm_forward(a, threads), forward<float>(a, threads));
     case Storage::bf16: return forward<bf16>(a, threads);
-    case Storage::f64: return VISHWAMAI_AVX512_OR(norm_forward(a, threads), forward<double>(a, threads));
+    case Storage::f64: return VISHWAMAI_BASE_OR(norm_forward(a, threads), forward<double>(a, threads));
     default: return;  // the handler has rejected it
   }
 }
 
 void norm_backward(const NormBackwardArgs& a, const Threads& threads) {
   switch (a.storage) {
-    case Storage::f32: return VISHWAMAI_AVX512_OR(norm_backward(a, threads), backward<float>(a, threads));
+    case Storage::f32: return VISHWAMAI_BASE_OR(norm_backward(a, threads), backward<float>(a, threads));
     case Storage::bf16: return backward<bf16>(a, threads);
-    case Storage::f64: return VISHWAMAI_AVX512_OR(norm_backward(a, threads), backward<double>(a, threads));
+    case Storage::f64: return VISHWAMAI_BASE_OR(norm_backward(a, threads), backward<double>(a, threads));
     default: return;
   }
 }

@@ -322,14 +322,14 @@ void run(const PagedArgs& a, const Threads& threads) {
 
 void paged_attention(const PagedArgs& a, const Threads& threads) {
   switch (a.page_type) {
-    case PageType::f32: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), run<float>(a, threads));
+    case PageType::f32: return VISHWAMAI_BASE_OR(paged_attention(a, threads), run<float>(a, threads));
     case PageType::bf16: return run<bf16>(a, threads);
-    case PageType::f16: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), run<f16>(a, threads));
-    case PageType::f64: return VISHWAMAI_AVX2_OR(paged_attention(a, threads), run<double>(a, threads));
-    case PageType::s8: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), run<int8_t>(a, threads));
-    case PageType::f8e4m3: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), run<f8e4m3>(a, threads));
-    case PageType::s4: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), run<s4x2>(a, threads));
-    case PageType::f8e5m2: return VISHWAMAI_AVX512_OR(paged_attention(a, threads), run<f8e5m2>(a, threads));
+    case PageType::f16: return VISHWAMAI_BASE_OR(paged_attention(a, threads), run<f16>(a, threads));
+    case PageType::f64: return VISHWAMAI_FLOAT64_OR(paged_attention(a, threads), run<double>(a, threads));
+    case PageType::s8: return VISHWAMAI_BASE_OR(paged_attention(a, threads), run<int8_t>(a, threads));
+    case PageType::f8e4m3: return VISHWAMAI_BASE_OR(paged_attention(a, threads), run<f8e4m3>(a, threads));
+    case PageType::s4: return VISHWAMAI_BASE_OR(paged_attention(a, threads), run<s4x2>(a, threads));
+    case PageType::f8e5m2: return VISHWAMAI_BASE_OR(paged_attention(a, threads), run<f8e5m2>(a, threads));
   }
 }
 

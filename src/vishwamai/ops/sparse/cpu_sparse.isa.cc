@@ -216,8 +216,8 @@ Threads fitting(const SparseArgs& a, const Threads& all) {
 
 void sparse_product(const SparseArgs& a, const Threads& all) {
   const Threads threads = fitting(a, all);
-  if (a.storage == Storage::f64) return VISHWAMAI_AVX2_OR(sparse_product(a, threads), Product<double, FmaEngine<double>, double>{a}.run(threads));
-  const auto plain = [&] { VISHWAMAI_AVX512_OR(sparse_product(a, threads), Product<float, FmaEngine<float>, float>{a}.run(threads)); };
+  if (a.storage == Storage::f64) return VISHWAMAI_FLOAT64_OR(sparse_product(a, threads), Product<double, FmaEngine<double>, double>{a}.run(threads));
+  const auto plain = [&] { VISHWAMAI_BASE_OR(sparse_product(a, threads), Product<float, FmaEngine<float>, float>{a}.run(threads)); };
   run_any<Product>(a, threads, plain, [&] {
     return splits_well(largest(static_cast<const float*>(a.dense), a.groups * a.m * (a.transpose ? a.columns : a.rows), threads),
                        largest(static_cast<const float*>(a.values), (a.values_group ? a.groups : 1) * a.blocks * a.block_rows * a.block_columns, threads));
@@ -226,8 +226,8 @@ void sparse_product(const SparseArgs& a, const Threads& all) {
 
 void sparse_values_gradient(const SparseArgs& a, const Threads& all) {
   const Threads threads = fitting(a, all);
-  if (a.storage == Storage::f64) return VISHWAMAI_AVX2_OR(sparse_values_gradient(a, threads), ValuesGradient<double, FmaEngine<double>, double>{a}.run(threads));
-  const auto plain = [&] { VISHWAMAI_AVX512_OR(sparse_values_gradient(a, threads), ValuesGradient<float, FmaEngine<float>, float>{a}.run(threads)); };
+  if (a.storage == Storage::f64) return VISHWAMAI_FLOAT64_OR(sparse_values_gradient(a, threads), ValuesGradient<double, FmaEngine<double>, double>{a}.run(threads));
+  const auto plain = [&] { VISHWAMAI_BASE_OR(sparse_values_gradient(a, threads), ValuesGradient<float, FmaEngine<float>, float>{a}.run(threads)); };
   run_any<ValuesGradient>(a, threads, plain, [&] {
     return splits_well(largest(static_cast<const float*>(a.left), a.groups * a.m * a.rows, threads),
                        largest(static_cast<const float*>(a.right), a.groups * a.m * a.columns, threads));
