@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from flax import nnx
 
 import world
 from vishwamai.cli import main
@@ -21,6 +22,7 @@ from vishwamai.models import from_pretrained
 from vishwamai.models.compressing import packed, write_compressed
 from vishwamai.models.format_choice import losses
 from vishwamai.models.gptq import gptq
+from vishwamai.models.layer_files import LayerFiles
 from vishwamai.models.moments import layer_moments
 from vishwamai.models.storage import Storage
 from vishwamai.models.variables import named_parameters
@@ -248,6 +250,24 @@ def test_the_moments_of_a_layer_are_those_of_the_rounded_layers_before_it():
     down = getattr(model.layers[0], "down")  # noqa: B009 (which its type does not have)
     down.set_value(down.get_value() * 30)
     assert np.abs(next(changed)["query"] - second["query"]).max() > 1e-3
+
+
+def test_one_layer_is_in_memory_at_a_time():
+    """And its moments are those of the model that is in memory as a whole."""
+    path = world.tiny("llama2", num_hidden_layers=3)
+    files = LayerFiles(path, "float32")
+
+    def in_memory(module):
+        return [isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(module))]
+
+    expected = layer_moments(from_pretrained(path, dtype="float32"), TOKENS)
+    for number, moments in enumerate(layer_moments(files.model, TOKENS, files.layers())):
+        assert [any(in_memory(layer)) for layer in files.model.layers] == [i == number for i in range(3)]
+        assert all(in_memory(files.model.layers[number]))
+        assert not isinstance(files.model.embed.get_value(), jax.Array)
+        for name, whole in next(expected).items():
+            np.testing.assert_array_equal(moments[name], whole)
+    assert not any(in_memory(files.model)) and number == 2
 
 
 @pytest.mark.turns(2)

@@ -36,8 +36,6 @@ def write_adapter(
       UnsupportedError: a parameter is not the matrix of a linear layer; the text names it.
       DeviceError: a file cannot be written.
     """
-    from safetensors import SafetensorError
-
     modules: dict[str, list[tuple[Piece, tuple[int, ...], Thin]]] = {}
     for (layer, name), thin in matrices.items():
         parameter = config.layers[layer].parameters(config)[name]
@@ -72,7 +70,7 @@ def write_adapter(
         "alpha_pattern": {module: alpha * count / rank for module, count in higher.items()},
     }
     weights = directory / "adapter_model.safetensors"
-    with caches.writing(weights, "write_adapter", (OSError, SafetensorError)), drafted(tensors, weights):
+    with caches.writing(weights, "write_adapter"), drafted(tensors.items(), weights):
         caches.write(directory / "adapter_config.json", json.dumps(settings, indent=2) + "\n")
 
 

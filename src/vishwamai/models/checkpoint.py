@@ -6,6 +6,7 @@ Tensors are read by parts, straight into (sharded) device arrays: host memory be
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,24 @@ def from_pretrained(
         has the numbers of a weight; the text names it.
     """
     check_instances("from_pretrained", {"config": ModelConfig, "rules": Mapping}, {"config": config, "rules": rules})
+    return loaded(directory, dtype, mesh, rules, quantize, stacked, config)
+
+
+Weight = jax.Array | QTensor | jax.ShapeDtypeStruct
+Read = Callable[[], Weight]
+
+
+def loaded(
+    directory: str | Path,
+    dtype: DTypeLike,
+    mesh: Mesh | None,
+    rules: Mapping[str, str | None] | LogicalRules | None,
+    quantize: str | Storage | None,
+    stacked: bool | None,
+    config: ModelConfig | None,
+    when: Callable[[str, Parameter, tuple[int, ...] | None, Read], Weight] = lambda *call: call[-1](),
+) -> Decoder:
+    """`from_pretrained`; `when` decides when a parameter is read, by the function that reads it."""
     directory = model_directory(Path(directory), weights=True)
     config = config or read_config(directory)
     if rules and mesh is None:
@@ -86,10 +105,15 @@ def from_pretrained(
     index = _index(directory, quantize, config)
     used: set[str] = set()
 
-    def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
+    def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Weight:
         pieces = [_piece(index, config, name, parameter, layer) for layer in layers or (None,)]
         stored = [_find(index, entry, parameter, directory, quantize) for entry in pieces]
         used.update(name for entry in pieces for name in entry.tensors)
+        return when(name, parameter, layers, functools.partial(read, name, parameter, layers, pieces, stored))
+
+    def read(
+        name: str, parameter: Parameter, layers: tuple[int, ...] | None, pieces: list[Piece], stored: list[list[Any]]
+    ) -> Weight:
         kind = jnp.float32 if parameter.float32 else dtype
         where = parameter_path(name, None if layers is None else layers[0])
         storage = _storage(quantize, parameter, pieces, stored, where)

@@ -31,6 +31,7 @@ from vishwamai.models.decoder import Decoder
 from vishwamai.models.format_choice import losses, unit, widened
 from vishwamai.models.gguf import model_directory
 from vishwamai.models.gptq import gptq
+from vishwamai.models.layer_files import LayerFiles
 from vishwamai.models.moments import layer_moments
 from vishwamai.models.published import Computed
 from vishwamai.models.published.files import quantization
@@ -265,8 +266,6 @@ def write_compressed(
         not have.
       DeviceError: a file cannot be written.
     """
-    from safetensors import SafetensorError
-
     if bits is not None and rows is None:
         raise ShapeError(f"quantize: `bits` is {bits:g}, but `rows` is None; pass the texts that choose the products.")
     directory, index, places, form = check_source(source, format, asymmetric)
@@ -274,14 +273,18 @@ def write_compressed(
     if rows is None or form.group_size is None:
         rounded = ((name, form.rounded(np.asarray(index[name].read()))) for name in places)
     else:
-        model = from_pretrained(directory, dtype="float32")
         if bits is not None:
-            forms |= _wide_forms(model, rows, bits, form, places, index)
-        rounded = _calibrated(model, rows, forms, places, index)
-    tensors = {name: np.asarray(stored.read()) for name, stored in index.items() if name not in places}
-    for done, (name, q) in enumerate(rounded):
-        on_tensor(done, len(places))
-        tensors |= forms[name].tensors(name.removesuffix(".weight"), q)
+            forms |= _wide_forms(from_pretrained(directory, dtype="float32"), rows, bits, form, places, index)
+        rounded = _calibrated(LayerFiles(directory, "float32"), rows, forms, places, index)
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for name, stored in index.items():
+            if name not in places:
+                yield name, np.asarray(stored.read())
+        for done, (name, q) in enumerate(rounded):
+            on_tensor(done, len(places))
+            yield from forms[name].tensors(name.removesuffix(".weight"), q).items()
+
     values = read_json(directory / "config.json")
     values["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -293,8 +296,8 @@ def write_compressed(
     }
     draft = target / "model.safetensors.partial"
     with (
-        caches.writing(draft, "quantize", (OSError, SafetensorError)),
-        drafted(tensors, target / "model.safetensors"),
+        caches.writing(draft, "quantize"),
+        drafted(tensors(), target / "model.safetensors"),
     ):
         _copy_files(directory, target)
         caches.write(target / "config.json", json.dumps(values, indent=2) + "\n")
@@ -325,14 +328,14 @@ def _wide_forms(
 
 
 def _calibrated(
-    model: Decoder,
+    files: LayerFiles,
     rows: Sequence[Sequence[int]],
     forms: Mapping[str, Compression],
     places: Mapping[str, Place],
     index: Mapping[str, Stored],
 ) -> Iterator[tuple[str, QTensor]]:
     """The tensors of the products, rounded by the inputs that the rounded layers before them give."""
-    for layer, moments in enumerate(layer_moments(model, rows)):
+    for layer, moments in enumerate(layer_moments(files.model, rows, files.layers())):
         replaced: dict[str, Computed] = {}
         for name, (number, parameter) in places.items():
             if number != layer:
@@ -341,7 +344,7 @@ def _calibrated(
             q = forms[name].rounded(np.asarray(stored.read()), moments.get(parameter))
             yield name, q
             replaced[name] = Computed(stored.path, stored.shape, functools.partial(_plain, q))
-        replace_products(model, layer, replaced)
+        replace_products(files.model, layer, replaced)
 
 
 def _plain(q: QTensor) -> np.ndarray:

@@ -7,7 +7,7 @@ form of the errors of the weights, whose matrix is the mean of `x x^T`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,7 +21,7 @@ from vishwamai.models.layers.mixer import Rows
 from vishwamai.models.periods import segments
 
 if TYPE_CHECKING:
-    from vishwamai.models.decoder import Decoder
+    from vishwamai.models.decoder import Decoder, Layer
 
 
 @dataclasses.dataclass
@@ -54,7 +54,9 @@ class _ObservedWeight(WrappedWeight):
         return grouped_gemm(x, self.weight.astype(x.dtype), group_sizes)
 
 
-def layer_moments(model: Decoder, rows: Sequence[Sequence[int]]) -> Iterator[dict[str, np.ndarray]]:
+def layer_moments(
+    model: Decoder, rows: Sequence[Sequence[int]], layers: Iterable[Layer] | None = None
+) -> Iterator[dict[str, np.ndarray]]:
     """For each layer in turn, the mean of `x x^T` over the inputs of each of its products, `[in, in]` float32 by
     parameter.
 
@@ -64,6 +66,7 @@ def layer_moments(model: Decoder, rows: Sequence[Sequence[int]]) -> Iterator[dic
     Args:
       model: decoder with plain weights, whose layers are not stacked.
       rows: token ids of texts.
+      layers: the layers, where they are read in turn (`LayerFiles.layers`); None: those of the model.
 
     >>> from flax import nnx
     >>> from vishwamai.models import Decoder, ModelConfig
@@ -82,14 +85,17 @@ def layer_moments(model: Decoder, rows: Sequence[Sequence[int]]) -> Iterator[dic
         tokens = Rows(None, None)
         states.append((tokens, *model.first_carry(jnp.asarray([list(row)], jnp.int32), tokens)))
     periods: dict[Any, Any] = {}
-    for segment, layer in zip(segments(config, model.stacked), model.layers, strict=True):
+    for segment, layer in zip(segments(config, model.stacked), model.layers if layers is None else layers, strict=True):
         plain = {name: layer.arrays()[name] for name, p in segment.kinds[0].parameters(config).items() if p.matrix}
         moments = {name: _Moments() for name in plain}
         observed = {name: _ObservedWeight(value, moments[name]) for name, value in plain.items()}
         for tokens, carry, inputs in states:
             group = [layer.arrays() | observed]
             run_segment(config, segment, group, carry, tokens, None, lambda f: f, inputs=inputs)
-        yield {name: np.asarray(entry.total / entry.rows) for name, entry in moments.items() if entry.rows}
+        means = {name: np.asarray(entry.total / entry.rows) for name, entry in moments.items() if entry.rows}
+        del plain, observed, group, moments  # which would be in memory next to the following layer
+        yield means
+        del means
         for place, (tokens, carry, inputs) in enumerate(states):
             carry, *_ = run_segment(
                 config, segment, [layer.arrays()], carry, tokens, None, jax.jit, periods, inputs=inputs
