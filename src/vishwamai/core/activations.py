@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +60,7 @@ def _normal_cdf(z: jax.Array) -> jax.Array:
 
 
 @_normal_cdf.defjvp
-def _normal_cdf_jvp(primals: PyTree, tangents: PyTree) -> Any:
+def _normal_cdf_jvp(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
     (z,), (dz,) = primals, tangents
     return _normal_cdf(z), dz * (_INV_SQRT_2PI * jnp.exp(-0.5 * z * z))
 

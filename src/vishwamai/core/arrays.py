@@ -37,7 +37,7 @@ def constant(x: AnyArray) -> AnyArray:
     return x.detach() if gpu.framework(x) == "torch" else jax.lax.stop_gradient(x)
 
 
-def cast(x: AnyArray, dtype: Any) -> AnyArray:
+def cast(x: AnyArray, dtype: object) -> AnyArray:
     """The array in a dtype of JAX.
 
     >>> cast(jnp.ones(3), "bfloat16").dtype.name

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import AxisType
@@ -30,7 +30,7 @@ _OF_COLUMNS = ("heads", "n", "hidden")
 _OF_ROWS = ("batch", "groups", "m", "rows", "tokens", "seq")
 
 
-def automatic_mesh(arrays: PyTree) -> Any | None:
+def automatic_mesh(arrays: PyTree) -> Mesh | AbstractMesh | None:
     """The mesh of the arrays if it has automatic axes of several devices, else None."""
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(arrays))
     mesh = next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
@@ -81,8 +81,8 @@ def automatic_assignment(
 
 
 def over_automatic_axes(
-    function: Callable[..., Any], axes: Axes, mesh: Mesh | AbstractMesh, name: str, results: PyTree
-) -> Callable[..., Any]:
+    function: Callable[..., object], axes: Axes, mesh: Mesh | AbstractMesh, name: str, results: PyTree
+) -> Callable[..., PyTree]:
     """`function` as a `shard_map` over the automatic axes of `mesh`.
 
     Args:
@@ -96,7 +96,7 @@ def over_automatic_axes(
     shapes, treedef = jax.tree.flatten(results)
     result_dims = factor_leaves(axes.results)
 
-    def call(*arguments: PyTree) -> Any:
+    def call(*arguments: PyTree) -> PyTree:
         leaves, arguments_def = jax.tree.flatten(arguments)
         sizes = {axis: mesh.shape[axis] for axis in automatic if mesh.shape[axis] > 1}
         assignment = automatic_assignment(argument_dims, [leaf.shape for leaf in leaves], axes.splittable, sizes)
@@ -109,11 +109,11 @@ def over_automatic_axes(
             for names, shape in zip(result_dims, shapes, strict=True)
         ]
 
-        def local(*shards: PyTree) -> Any:
+        def local(*shards: PyTree) -> PyTree:
             outputs = function(*jax.tree.unflatten(arguments_def, shards))
             return tuple(jax.tree.leaves(reduce_missing(outputs, carried, assignment)))
 
-        def specs(dims: Sequence[Factors], arrays: Sequence[PyTree]) -> tuple[Any, ...]:
+        def specs(dims: Sequence[Factors], arrays: Sequence[PyTree]) -> tuple[jax.P, ...]:
             return tuple(spec_of(names, x.shape, assignment) for names, x in zip(dims, arrays, strict=True))
 
         # Inside the caller's own shard_map the mesh is that of the context.

@@ -39,7 +39,7 @@ BACKWARD = ("spec", "config", "operands", "outputs", "residuals", "cotangents")
 """The arguments of a backward pass."""
 
 
-def with_arguments(function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+def with_arguments(function: Callable[..., object], names: tuple[str, ...]) -> Callable[..., Any]:
     """A function that is called with the arguments `names`, in their order, and hands `function` those that it names.
 
     >>> with_arguments(lambda operands, spec: (operands, spec), FORWARD)("a spec", None, "operands", False)

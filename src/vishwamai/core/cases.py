@@ -93,7 +93,7 @@ class Case:
             if jnp.issubdtype(jnp.dtype(init.dtype), jnp.floating) and init.kind != "mask"
         )
 
-    def run(self, arrays: Mapping[str, PyTree], **how: Any) -> PyTree:
+    def run(self, arrays: Mapping[str, PyTree], **how: object) -> PyTree:
         """Calls the operation on `arrays`; `how` is `implementation=` and `config=`."""
         return self.call(**arrays, **self.options, **how)
 

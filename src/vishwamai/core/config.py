@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -299,7 +299,7 @@ def cast_for_matmul(*arrays: AnyArray) -> tuple[AnyArray, ...]:
 _FP8 = jnp.finfo(jnp.float8_e4m3fn)
 
 
-def _with_values_of_fp8(x: AnyArray, dtype: DTypeLike) -> Any:
+def _with_values_of_fp8(x: AnyArray, dtype: DTypeLike) -> AnyArray:
     """A float operand with the values that e4m3 has under its scale; the gradient passes as if it were not rounded."""
     if not isinstance(x, jax.Array) or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return x

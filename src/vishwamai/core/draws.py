@@ -41,6 +41,6 @@ class Sizes:
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(self.choose(range(1000)))
 
-    def precision(self, dtype: str) -> dict[str, Any]:
+    def precision(self, dtype: str) -> dict[str, str]:
         """The option of a product's precision, now and then, where the dtype has one."""
         return {"precision": "high"} if dtype == "float32" and self.flag(4) else {}

@@ -102,7 +102,7 @@ def why_not(target: Target | None = None) -> str | None:
     return triton_launch.why_not() if target is None or target.local else None
 
 
-def fused_by_xla(spec: Any, target: Target) -> str | None:
+def fused_by_xla(spec: object, target: Target) -> str | None:
     """`why_not_default` of an elementwise kernel: XLA fuses such an operation with its neighbours, torch does not."""
     return "XLA's own code is as fast, and it fuses with its neighbours." if target.framework == "jax" else None
 
@@ -179,7 +179,7 @@ def launch(
     *,
     warps: int = 4,
     stages: int = 3,
-    **constants: Any,
+    **constants: object,
 ) -> list[AnyArray]:
     """Runs a Triton kernel on arrays of JAX or torch.
 
@@ -231,7 +231,7 @@ def launch(
     return [None if out is None else next(results) for out in outputs.values()]
 
 
-def repeat(first: int, count: int, body: Callable[[Any, Any], Any], carry: PyTree) -> Any:
+def repeat(first: int, count: int, body: Callable[[AnyArray, PyTree], PyTree], carry: PyTree) -> PyTree:
     """`carry` after `body(step, carry)` for each step from `first` to `count` - 1, a loop of launches.
 
     Args:

@@ -7,11 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from vishwamai.core import gpu
+from vishwamai.core.types import AnyArray
 
 SUM_ROWS = gpu.TritonKernel("vishwamai.core.gpu_kernels", "sum_rows")
 
 
-def sum_to(partial: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def sum_to(partial: Any, shape: tuple[int, ...], dtype: object) -> AnyArray:
     """Partial rows `[groups, count, size]`, float32, summed to `[groups or 1, size or 1]`."""
     groups, count, size = partial.shape
     if shape[1] != size:
@@ -22,7 +23,7 @@ def sum_to(partial: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return _sum(partial, tuple(shape), dtype)
 
 
-def _sum(partial: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def _sum(partial: Any, shape: tuple[int, ...], dtype: object) -> AnyArray:
     groups, size = shape
     columns = 64 if size > 1 else 1
     (total,) = gpu.launch(

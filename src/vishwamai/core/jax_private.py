@@ -98,7 +98,7 @@ def concrete_mesh() -> Mesh:
     return get_concrete_mesh()
 
 
-def serialized(compiled: stages.Compiled) -> tuple[bytes, dict[str, Any]] | None:
+def serialized(compiled: stages.Compiled) -> tuple[bytes, dict[str, object]] | None:
     """A compiled program as XLA writes it, and what JAX adds to it, as values for JSON; `deserialized` reads them.
 
     `jax.experimental.serialize_executable` writes the same as a pickle.
@@ -191,11 +191,11 @@ def deserialized(executable: bytes, header: dict[str, Any], place: object, in_tr
     return stages.Compiled(parts.load(), [], in_tree.unflatten(infos), out_tree)
 
 
-def _named(aval: Any) -> list[Any]:
+def _named(aval: Any) -> list[object]:
     return [list(aval.shape), aval.dtype.name, aval.weak_type]
 
 
-def _placed(spec: list[Any] | None, place: object) -> NamedSharding | SingleDeviceSharding:
+def _placed(spec: list[object] | None, place: object) -> NamedSharding | SingleDeviceSharding:
     if not isinstance(place, Mesh):
         return SingleDeviceSharding(place)
     axes = (tuple(axis) if isinstance(axis, list) else axis for axis in spec or ())

@@ -192,7 +192,7 @@ def place(device: object) -> Place:
     return () if coords is None else (*coords, getattr(device, "core_on_chip", 0))
 
 
-def sides_of(devices: Sequence[Any]) -> tuple[int, ...]:
+def sides_of(devices: Sequence[object]) -> tuple[int, ...]:
     """The sides of the smallest box that holds the devices, from coordinates of three numbers."""
     places = np.array([place(device)[:-1] for device in devices])
     return tuple(int(n) for n in places.max(0) - places.min(0) + 1)
@@ -231,7 +231,7 @@ def group_links(group: Sequence[Any], devices: Sequence[Any], name: str = "the g
     return box_links(chip, sides_of(devices), group, name)
 
 
-def box_links(chip: TpuChip, slice_sides: Sequence[int], group: Sequence[Any], name: str = "the group") -> AxisLinks:
+def box_links(chip: TpuChip, slice_sides: Sequence[int], group: Sequence[object], name: str = "the group") -> AxisLinks:
     """As `group_links`, of a slice with the sides `slice_sides`.
 
     Raises:

@@ -154,7 +154,7 @@ class Op(Generic[S]):
         *,
         config: object = None,
         implementation: str | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """The backward pass alone, from outputs and residuals that the caller has: for instance of a larger problem
         that this call is a part of.
 
@@ -181,7 +181,7 @@ class Op(Generic[S]):
         cotangents).
         """
 
-        def named(node: PyTree) -> Any:
+        def named(node: PyTree) -> PyTree:
             if not hasattr(node, "_fields"):
                 assert self.residual is not None, f"{self.name}: `residual` states no dims"
                 return dims.factors(self.residual, len(node.shape))

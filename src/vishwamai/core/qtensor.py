@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -229,7 +229,7 @@ def undifferentiable(name: str, values: AnyArray, scales: jax.Array) -> PyTree:
     return values, scales
 
 
-def _no_gradient(name: str, saved: PyTree, cotangents: PyTree) -> Any:
+def _no_gradient(name: str, saved: PyTree, cotangents: PyTree) -> NoReturn:
     raise UnsupportedError(
         f"{name}, and quantized values have no gradient; differentiate with respect to the other "
         "arguments only, or train the float array through `fake_quantize`, whose gradient is straight-through."

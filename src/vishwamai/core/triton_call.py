@@ -81,7 +81,13 @@ def _ptx_pointers(ptx: str) -> int:
 
 
 def _lower(
-    *operands: Any, launch: Launch, tables: Any, inputs: Sequence[str], outputs: Sequence[str], avals: Any, aliases: Any
+    *operands: Any,
+    launch: Launch,
+    tables: Any,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    avals: Any,
+    aliases: Any,
 ) -> Any:
     constants, arrays = dict(tables), iter(operands)
     operands = tuple(jnp.asarray(constants[name].values) if name in constants else next(arrays) for name in inputs)

@@ -124,7 +124,7 @@ class KernelParameters:
         """Every value has its parameter."""
         assert values.keys() <= self.names, f"{self.kernel.name} has no parameters {sorted(values.keys() - self.names)}"
 
-    def bind(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, values: Mapping[str, object]) -> dict[str, Any]:
         """The argument of every parameter, named tuples put together; an absent one is None."""
         self.check(values)
         return {
@@ -167,7 +167,7 @@ class Launch:
         return self._hash  # it is long, and asked for at every launch
 
 
-def compiler_options(launch: Launch) -> dict[str, Any]:
+def compiler_options(launch: Launch) -> dict[str, object]:
     """What Triton's compiler is told besides the arguments: a*b + c in one instruction, which is Triton's default to
     3.9 and no longer after.
     """

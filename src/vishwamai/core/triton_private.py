@@ -38,7 +38,7 @@ def compile_kernel(
     constants: Mapping[Path, object],
     aligned: Iterable[Path],
     target: int | str,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> Any:
     """Triton's compiled kernel, for a GPU that need not be here.
 

@@ -79,7 +79,7 @@ def _arrays(weights: Sequence[CodeTensor]) -> tuple[Any, ...]:
     return jax.tree.leaves(tuple(weights)), ()
 
 
-def check_options(function: str, weight: str, **options: Any) -> None:
+def check_options(function: str, weight: str, **options: object) -> None:
     """Raises UnsupportedError for an option that a product with a CodeTensor does not take."""
     for name, value in options.items():
         if value is not None and value is not False:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +181,7 @@ class CodeTensor:
             levels = levels - expand(zero, -2, size, k)
         return (levels * expand(scales, -2, size, k)).astype(dtype or jnp.float32)
 
-    def columns(self, start: Any, count: int) -> CodeTensor:
+    def columns(self, start: int | jax.Array, count: int) -> CodeTensor:
         """`count` columns from `start` on, a number or a scalar array."""
         parts = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count, axis=-1), self)
         return dataclasses.replace(parts, matrix=(self.matrix[0], count))
@@ -191,12 +191,12 @@ class CodeTensor:
         return f"CodeTensor({self.format.name}[{sizes}], bits={self.format.bits}, block_size={self.format.block_size})"
 
 
-def _levels(codes: jax.Array, form: CodeFormat) -> Any:
+def _levels(codes: jax.Array, form: CodeFormat) -> jax.Array:
     """float32 `[..., 8 bytes, N]` of planes `[..., bits, bytes, N]`."""
     *lead, bits, rows, columns = codes.shape
     place = jnp.arange(8, dtype=jnp.uint8)[:, None]
 
-    def plane(p: int) -> Any:  # [..., bytes, 8, N], of zeros and ones
+    def plane(p: int) -> jax.Array:  # [..., bytes, 8, N], of zeros and ones
         return (codes[..., p, :, None, :] >> place) & 1
 
     if form.codebook is None or bits > _SELECTED_BITS:
@@ -214,7 +214,7 @@ def _levels(codes: jax.Array, form: CodeFormat) -> Any:
     return values.reshape(*lead, rows * 8, columns)
 
 
-def planes(codes: jax.Array, bits: int) -> Any:
+def planes(codes: jax.Array, bits: int) -> jax.Array:
     """Codes `[..., K, N]` uint8 as planes `[..., bits, ceil(K / 8), N]`."""
     *lead, k, n = codes.shape
     padded = jnp.pad(codes, ((0, 0),) * len(lead) + ((0, -k % 8), (0, 0)))

@@ -107,7 +107,7 @@ class ProductSpec(OpSpec):
         )
 
 
-def rounded(x: jax.Array, block: int) -> Any:
+def rounded(x: jax.Array, block: int) -> jax.Array:
     """`x` `[..., K]` in float32 as a product takes it with `activations="int8"`; its gradient is straight-through.
 
     A block's scale is its largest magnitude / 127, and a number becomes the nearest multiple of it (ties to even).
@@ -132,7 +132,7 @@ def xla_forward(spec: ProductSpec, operands: Operands) -> tuple[Outputs, None]:
     o = operands
     x = rounded(o.x, spec.rounded_block) if spec.activations == "int8" else o.x.astype(jnp.float32)
 
-    def product(values: jax.Array, scales: jax.Array) -> Any:
+    def product(values: jax.Array, scales: jax.Array) -> jax.Array:
         k, n = spec.shape
         scales = jnp.moveaxis(scales, -2, -3).reshape(*scales.shape[:2], scales.shape[3], -1)[..., :n]
         repeated = jnp.repeat(scales, k if spec.block_size is None else spec.block_size, axis=-2)[..., :k, :]
@@ -240,7 +240,7 @@ def packed_product(
     if result_dtype.name not in _FLOATS:
         raise ShapeError(f"{function}: `out_dtype` is {result_dtype.name}; pass one of {', '.join(_FLOATS)}.")
 
-    def arrays(name: str, w: PackedQTensor | None) -> tuple[Any, Any]:
+    def arrays(name: str, w: PackedQTensor | None) -> tuple[jax.Array | None, jax.Array | None]:
         if w is None:
             return None, None
         guarded: Any = undifferentiable(f"{function}: `{name}` is a PackedQTensor", w.values, w.scales)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from vishwamai.core import gpu
 from vishwamai.core.dropout import threshold
@@ -67,7 +66,7 @@ def _stride(x: AnyArray) -> int:
     return 0 if x is None or x.shape[0] == 1 else math.prod(x.shape[1:])
 
 
-def _apply(spec: ActivationSpec, config: ActivationGpuConfig, operands: Operands, dy: AnyArray) -> Any:
+def _apply(spec: ActivationSpec, config: ActivationGpuConfig, operands: Operands, dy: AnyArray) -> AnyArray:
     groups, rows, features = _sizes(spec)
     row_blocks, column_blocks = gpu.cdiv(rows, config.rows), gpu.cdiv(features, config.columns)
     x, numbers, columns, seed = operands

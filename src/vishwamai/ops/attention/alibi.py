@@ -7,7 +7,7 @@ vector. No matrix of distances is held.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def constant_slopes(slopes: AnyArray) -> AnyArray:
     return slopes
 
 
-def _no_gradient(saved: PyTree, cotangent: AnyArray) -> Any:
+def _no_gradient(saved: PyTree, cotangent: AnyArray) -> NoReturn:
     raise UnsupportedError(
         "flash_attention: `alibi_slopes` has no gradient; differentiate with respect to the other arguments, or pass "
         "the distances times the slopes as `bias`, which has one."

@@ -14,7 +14,6 @@ import functools
 import hashlib
 import io
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -99,7 +98,7 @@ class BlockMask:
 
     @classmethod
     def from_function(
-        cls, function: Callable[[Any, Any], object], q_len: int, kv_len: int, block_size: tuple[int, int]
+        cls, function: Callable[[np.ndarray, np.ndarray], object], q_len: int, kv_len: int, block_size: tuple[int, int]
     ) -> BlockMask:
         """From `function(q_index [rows, 1], kv_index [1, columns]) -> bool [rows, columns]`, called on the host for one
         row of blocks at a time.

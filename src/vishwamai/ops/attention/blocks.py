@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ class At(NamedTuple):
     """Where a step stands: the first batch element and kv head of its problems, and its query and key block."""
 
     batch: jax.Array | int
-    head: Any
+    head: AnyArray
     i: jax.Array | int
     j: jax.Array | int
     patterns: jax.Array | None = (
@@ -78,12 +78,12 @@ class ScoreBlocks:
         self.bias = self.pad("bhgqk", heads(operands.bias))
         self.mask = self.pad("bhgqk", heads(operands.mask))
         # Padding repeats the last id, so that it does not widen a block's range of ids.
-        self.q_ids: Any = None if q_ids is None else self.pad("bhgqk", q_ids[:, None, None, :, None], "edge")
-        self.kv_ids: Any = None if kv_ids is None else self.pad("bhgqk", kv_ids[:, None, None, None, :], "edge")
+        self.q_ids: AnyArray = None if q_ids is None else self.pad("bhgqk", q_ids[:, None, None, :, None], "edge")
+        self.kv_ids: AnyArray = None if kv_ids is None else self.pad("bhgqk", kv_ids[:, None, None, None, :], "edge")
         rows = operands.q_positions
-        self.positions: Any = None if rows is None else self.pad("bhgqk", rows[:, None, None, :, None], "edge")
-        self.seed: Any = heads(operands.dropout_seed)  # [B, Hkv, G, 2]
-        self.slopes: Any = heads(operands.slopes)  # [B or 1, Hkv, G]
+        self.positions: AnyArray = None if rows is None else self.pad("bhgqk", rows[:, None, None, :, None], "edge")
+        self.seed: AnyArray = heads(operands.dropout_seed)  # [B, Hkv, G, 2]
+        self.slopes: AnyArray = heads(operands.slopes)  # [B or 1, Hkv, G]
 
     def pad(self, axes: str, x: AnyArray, mode: str = "constant") -> AnyArray:
         """Pads the query and key axes to whole blocks, with zeros or with the `edge`; broadcast axes stay 1."""
@@ -137,7 +137,9 @@ class ScoreBlocks:
             return None
         return np.concatenate([np.zeros_like(self.tiles.patterns[:1]), self.tiles.patterns])
 
-    def each_problem(self, function: Callable[[Any, Any, Any], Any], carry: AnyArray) -> tuple[AnyArray, AnyArray]:
+    def each_problem(
+        self, function: Callable[[PyTree, AnyArray, AnyArray], tuple[AnyArray, AnyArray]], carry: AnyArray
+    ) -> tuple[AnyArray, AnyArray]:
         """`carry, results = scan` of `function(carry, batch, head)`; results `[b, h, ...]` come back joined as
         `[B, Hkv, ...]`.
         """
@@ -157,7 +159,7 @@ class ScoreBlocks:
 
     def walk(
         self,
-        compute: Callable[[Any, At], Any],
+        compute: Callable[[PyTree, At], PyTree],
         carry: PyTree,
         axes: object,
         batch: AnyArray,

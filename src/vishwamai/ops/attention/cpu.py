@@ -4,7 +4,7 @@ cache, `cpu_decode.isa.cc`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +57,7 @@ def _cast(x: AnyArray, dtype: DTypeLike) -> AnyArray:
     return None if x is None else x.astype(dtype)
 
 
-def _native_operands(spec: AttentionSpec, operands: Operands) -> tuple[Any, ...]:
+def _native_operands(spec: AttentionSpec, operands: Operands) -> Operands:
     """The arguments of the native functions: every operand."""
     storage = _storage(spec)
     accumulator = jnp.float64 if storage == jnp.float64 else jnp.float32

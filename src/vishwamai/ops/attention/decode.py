@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from vishwamai.core.precision import resolve_precision
 from vishwamai.core.shape_checks import check_float
 from vishwamai.core.sharding import mesh_axis_size
 from vishwamai.core.signature import array_specs, as_arrays
+from vishwamai.core.types import PyTree
 from vishwamai.ops.attention.checks import Options, make_spec, segment_pair
 from vishwamai.ops.attention.places import existing_keys, lengths, row_positions, static_offset
 from vishwamai.ops.attention.spec import SIGNATURE, Operands
@@ -46,7 +47,7 @@ def decode_attention(
     return_lse: bool = False,
     config: object = None,
     implementation: str | None = None,
-) -> Any:
+) -> PyTree:
     """`flash_attention` of queries that every device has, over keys and values that are split along the sequence over
     the mesh axis `axis`; for use inside `shard_map`.
 

@@ -86,7 +86,7 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
     return gpu.why_not(target)
 
 
-def _seed(spec: AttentionSpec, operands: Operands) -> Any:
+def _seed(spec: AttentionSpec, operands: Operands) -> AnyArray:
     return operands.dropout_seed if spec.dropout_rate else None
 
 

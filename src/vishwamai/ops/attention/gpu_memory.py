@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vishwamai.core import dropout, gpu
 from vishwamai.core.types import AnyArray
@@ -27,7 +27,7 @@ class Packed(NamedTuple):
       bottom_right: the causal mask and the window end at the last key of each sequence, as in `causal_align`.
     """
 
-    q_starts: Any
+    q_starts: AnyArray
     kv_starts: AnyArray
     bottom_right: bool
 
@@ -90,7 +90,7 @@ def cut(rows: Rows, count: int) -> Cut:
     return Cut(dim, count, tile_of(dim), all(step * itemsize % 16 == 0 for step in rows[1:]))
 
 
-def strides(operand: Any, axes: int) -> tuple[int, ...]:
+def strides(operand: AnyArray, axes: int) -> tuple[int, ...]:
     """Elements between neighbours along the first `axes` axes of a contiguous array; 0 where it is shared (an axis of
     1), or absent.
     """

@@ -5,7 +5,6 @@ block of it.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ def visible(spec: AttentionSpec, operands: Operands, rows: jax.Array, columns: j
     Returns:
       bool, broadcastable to `[B, Hq, Tq, Tk]`, True = attend; None if nothing is masked.
     """
-    seen: Any = static_mask(spec, rows, columns)
+    seen = static_mask(spec, rows, columns)
     seen = None if seen is None else seen[None, None]
     if spec.blocks is not None:  # of the whole score matrix
         blocks = jnp.asarray(spec.blocks.positions(spec.q_len, spec.kv_len)[None])

@@ -14,6 +14,7 @@ from vishwamai.core.arguments import checks_its_own
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.sharding import mesh_axis_size
 from vishwamai.core.signature import array_specs, as_arrays
+from vishwamai.core.types import PyTree
 from vishwamai.ops.attention.api import flash_attention
 from vishwamai.ops.attention.checks import check_arrays, segment_pair
 from vishwamai.ops.attention.spec import SIGNATURE, Operands
@@ -39,7 +40,7 @@ def ulysses_attention(
     scale: float | None = None,
     config: object = None,
     implementation: str | None = None,
-) -> Any:
+) -> PyTree:
     """`flash_attention` of a sequence that is split over the mesh axis `axis`; for use inside `shard_map`.
 
     It moves less than a ring where there are few kv heads, but needs as many query heads as devices. The sequence lies

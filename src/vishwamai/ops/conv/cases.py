@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
 from vishwamai.ops.conv.api import causal_conv1d
 
@@ -18,7 +16,7 @@ def _case(
     state: bool = False,
     segments: bool = False,
     tags: tuple[str, ...] = ("contract",),
-    **options: Any,
+    **options: object,
 ) -> Case:
     batch, _, channels = shape
     arrays = {"x": ArrayInit(shape, dtype), "weight": ArrayInit((channels, width), dtype, scale=0.5)}

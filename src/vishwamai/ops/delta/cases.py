@@ -30,7 +30,15 @@ def decaying_delta_rule(
     return gated_delta_rule(query, key, value, decay, None if logit is None else jax.nn.sigmoid(logit), **how)
 
 
-def positive_state_space(x: AnyArray, step: Any, rate: Any, B: Any, C: Any, D: Any = None, **how: Any) -> Any:
+def positive_state_space(
+    x: AnyArray,
+    step: jax.Array,
+    rate: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    **how: Any,
+) -> PyTree:
     """`state_space` of positive steps and negative rates."""
     return state_space(x, jax.nn.softplus(step), -jnp.exp(rate), B, C, D, **how)
 
@@ -49,7 +57,7 @@ def delta_case(
     state: bool = False,
     segments: bool = False,
     tags: tuple[str, ...] = ("contract",),
-    **options: Any,
+    **options: object,
 ) -> Case:
     """A case of `decaying_delta_rule`.
 
@@ -87,7 +95,7 @@ def state_space_case(
     state: bool = False,
     segments: bool = False,
     tags: tuple[str, ...] = ("contract",),
-    **options: Any,
+    **options: object,
 ) -> Case:
     """A case of `positive_state_space`; `key_heads` are its groups, and with `channels` each number of the state has a
     rate.

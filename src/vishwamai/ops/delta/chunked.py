@@ -69,7 +69,7 @@ class LogSums(NamedTuple):
     def minus(self, subtrahend: LogSums) -> jax.Array:
         return (self.coarse - subtrahend.coarse) + (self.fine - subtrahend.fine)
 
-    def __getitem__(self, index: Any) -> LogSums:  # type: ignore[override]
+    def __getitem__(self, index: object) -> LogSums:  # type: ignore[override]
         return LogSums(self.coarse[index], self.fine[index])
 
     @property
@@ -168,9 +168,9 @@ def chunk_step(spec: DeltaSpec, state: jax.Array, chunk: Chunk) -> tuple[jax.Arr
     count = value.shape[-2]
     row, column = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
     seen = row >= column
-    enters: Any = 1.0  # factors of the state before the chunk, for each token
-    leaves: Any = 1.0  # factors of each token for the state after the chunk
-    remains: Any = 1.0
+    enters: jax.Array | float = 1.0  # factors of the state before the chunk, for each token
+    leaves: jax.Array | float = 1.0  # factors of each token for the state after the chunk
+    remains: jax.Array | float = 1.0
     sums = None
     if decay is not None:
         sums = log_sums(decay)

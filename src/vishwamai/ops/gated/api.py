@@ -84,7 +84,7 @@ def gated_linear_unit(
         if any(isinstance(w, CodeTensor) for w in weights):
             rows = as_array(name, "x", x)
 
-            def unit(*tiles: object) -> Any:
+            def unit(*tiles: object) -> jax.Array:
                 options = {"precision": precision, "config": config, "implementation": implementation}
                 return gated_linear_unit(rows, tiles, activation, **options)
 
@@ -161,7 +161,9 @@ def _quantized(x: jax.Array, weights: Any) -> Operands:
     return Operands(x, gate, up, None, gate_scale, up_scale)
 
 
-def _packed(x: AnyArray, weights: AnyArray, activation: str | None, config: object, implementation: str | None) -> Any:
+def _packed(
+    x: AnyArray, weights: AnyArray, activation: str | None, config: object, implementation: str | None
+) -> jax.Array:
     if not all(isinstance(w, PackedQTensor) for w in weights) or config is not None:
         raise ShapeError(
             f"gated_linear_unit: `weights` is {weights}, `config` {config}; pass two PackedQTensors and no config, or "

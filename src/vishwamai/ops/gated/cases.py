@@ -50,7 +50,7 @@ def quantized_case(
     format: str,
     *,
     tags: tuple[str, ...] = ("contract",),
-    **options: Any,
+    **options: object,
 ) -> Case:
     # Of values spread evenly; x is so small that the sums stay near 1.
     deviation = 0.29 * (256 if format == "int8" else 16)
@@ -69,7 +69,7 @@ def _case(
     *,
     joint: bool = False,
     tags: tuple[str, ...] = ("contract",),
-    **options: Any,
+    **options: object,
 ) -> Case:
     # Weights of variance 1/K keep the sums near 1, where the activations are neither linear nor saturated.
     scale = max(features, 1) ** -0.5

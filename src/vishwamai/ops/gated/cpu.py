@@ -67,7 +67,7 @@ def backward(spec: GatedSpec, operands: Operands, residuals: Residuals, cotangen
     storage, native = _storage(spec), _native_operands(spec, operands)
     arguments = (*native[:4], *(a.astype(storage) for a in (*residuals, cotangents.h)))
 
-    def dtype_of(operand: jax.Array, groups: int) -> Any:
+    def dtype_of(operand: jax.Array, groups: int) -> np.dtype:
         """Of the kernel's gradient: the accumulation dtype where groups of it are still to be summed."""
         return spec.accumulator if operand.shape[0] < groups else storage
 

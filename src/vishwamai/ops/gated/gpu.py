@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
 from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, stage_count, warp_count
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.gated.gpu_arguments import Strides
 from vishwamai.ops.gated.spec import GatedSpec, Operands, Outputs, Residuals
 
@@ -171,7 +170,7 @@ def backward(
     return Operands(dx, *_gradients_of_weights(spec, operands, d_gate, d_up))
 
 
-def _gradient_of_x(spec: GatedSpec, operands: Operands, d_gate: object, d_up: object) -> Any:
+def _gradient_of_x(spec: GatedSpec, operands: Operands, d_gate: object, d_up: object) -> AnyArray:
     weights, strides = _weights(spec, operands)
     groups, x = operands.x.shape[0], spec.operands.x
     config = _tiles(spec, groups, spec.m, spec.k, spec.n, 1)
@@ -197,9 +196,11 @@ def _gradient_of_x(spec: GatedSpec, operands: Operands, d_gate: object, d_up: ob
     return dx
 
 
-def _gradients_of_weights(spec: GatedSpec, operands: Operands, d_gate: object, d_up: object) -> tuple[Any, Any, Any]:
+def _gradients_of_weights(
+    spec: GatedSpec, operands: Operands, d_gate: object, d_up: object
+) -> tuple[AnyArray, AnyArray, AnyArray]:
     """(of gate, of up, of both in one array)."""
-    like: Any = operands.gate if operands.joint is None else operands.joint
+    like = operands.gate if operands.joint is None else operands.joint
     groups, size = like.shape[0], spec.k * spec.n
     config = _tiles(spec, groups, spec.k, spec.n, spec.m, 2)
     programs, tiling = _tiling(config, groups, spec.k, spec.n)

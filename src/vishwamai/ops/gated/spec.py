@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 
@@ -140,7 +140,7 @@ def describe(operands: Operands, activation: str | None, precision: str) -> Gate
     return GatedSpec(SIGNATURE.specs(operands), activation, products)
 
 
-def check(operands: Operands, activation: Any) -> None:
+def check(operands: Operands, activation: object) -> None:
     """Checks the caller's arguments.
 
     Raises:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +44,7 @@ def backward(
     return Operands(dx, *_grad_w(spec, config, operands, d_gate, d_up))
 
 
-def _precision(spec: GatedSpec) -> Any:
+def _precision(spec: GatedSpec) -> lax.Precision | None:
     return lax.Precision.HIGHEST if spec.precision != "default" else None
 
 

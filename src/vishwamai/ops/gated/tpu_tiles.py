@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -48,7 +47,7 @@ def _whole_lanes(tiles: Tiles, block_size: int) -> int:
     return round_up(block_size, 128)
 
 
-def _whole_tile(name: str) -> Any:
+def _whole_tile(name: str) -> Callable[..., tuple[int, int, int] | None]:
     """A tile of the backward pass under a block size; None stays None."""
 
     def resize(tiles: Tiles, block_size: int) -> Tile | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from vishwamai.core.cases import ArrayInit, Case, Facts, Poison
 from vishwamai.ops.indexed.api import indexed_attention
 
 
-def latent_keys(query: Any, key: Any, indices: Any, **how: Any) -> Any:
+def latent_keys(query: jax.Array, key: jax.Array, indices: jax.Array, **how: Any) -> jax.Array:
     """`indexed_attention` over keys whose first features are the values."""
     return indexed_attention(query, key, None, indices, **how)
 
@@ -24,7 +26,7 @@ def indexed_case(
     latent: bool = False,
     shared: bool = False,
     tags: tuple[str, ...] = ("contract",),
-    **options: Any,
+    **options: object,
 ) -> Case:
     """A case of `indexed_attention`.
 

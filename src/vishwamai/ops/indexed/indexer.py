@@ -17,6 +17,7 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.core.shape_checks import Argument, check_shapes
 from vishwamai.core.sharding import Axes, follow_explicit_axes, match_varying
 from vishwamai.core.spec import as_array
+from vishwamai.core.types import AnyArray
 
 if TYPE_CHECKING:
     from jax import Array
@@ -109,7 +110,7 @@ def lightning_index(
     return follow_explicit_axes(blocks, axes, *map(constant, (query, key, weights)), positions, q_ids, kv_ids)
 
 
-def pair(segment_ids: Any) -> tuple[Any, Any]:
+def pair(segment_ids: Any) -> tuple[AnyArray, AnyArray]:
     """The ids of the queries and of the keys; None for both without ids.
 
     Raises:
@@ -124,7 +125,15 @@ def pair(segment_ids: Any) -> tuple[Any, Any]:
     return segment_ids[0], segment_ids[1]
 
 
-def check_index(query: Any, key: Any, weights: Any, top_k: int, positions: Any, q_ids: Any, kv_ids: Any) -> None:
+def check_index(
+    query: AnyArray,
+    key: AnyArray,
+    weights: AnyArray,
+    top_k: int,
+    positions: AnyArray,
+    q_ids: AnyArray,
+    kv_ids: AnyArray,
+) -> None:
     """Checks the arguments of `lightning_index`, of JAX or torch.
 
     Raises:
@@ -143,7 +152,15 @@ def check_index(query: Any, key: Any, weights: Any, top_k: int, positions: Any, 
         raise ShapeError(f"{_NAME}: `top_k` is {top_k}; pass at least 1.")
 
 
-def choose(query: Any, key: Any, weights: Any, top_k: int, positions: Any, q_ids: Any, kv_ids: Any) -> Any:
+def choose(
+    query: AnyArray,
+    key: AnyArray,
+    weights: AnyArray,
+    top_k: int,
+    positions: AnyArray,
+    q_ids: AnyArray,
+    kv_ids: AnyArray,
+) -> AnyArray:
     """`lightning_index` of one block of queries, of arrays of JAX or torch; the arguments are checked ones, and
     `positions` is an array.
     """

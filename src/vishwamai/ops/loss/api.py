@@ -344,7 +344,7 @@ def _combined(parts: Outputs, vocab_axis: object) -> Outputs:
         # A sum, since the axis may be split over a mesh axis of size 1, where JAX cannot transpose an index.
         return Outputs(*(None if y is None else jnp.sum(y, axis=-1) for y in parts))
 
-    def total(y: jax.Array) -> Any:
+    def total(y: jax.Array) -> AnyArray:
         y = jnp.sum(y, axis=-1)
         return y if vocab_axis is None else lax.psum(y, vocab_axis)
 

@@ -87,12 +87,12 @@ def serves(plan: CallPlan) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def total(loss_sum: Sum, tokens: Tokens) -> Any:
+def total(loss_sum: Sum, tokens: Tokens) -> jax.Array:
     """The sum; differentiable by `x`, `weight` and `bias`."""
     return loss_sum.unmerged(tokens)
 
 
-def _total_fwd(loss_sum: Sum, tokens: Any) -> tuple[PyTree, Slopes]:
+def _total_fwd(loss_sum: Sum, tokens: Tokens) -> tuple[PyTree, Slopes]:
     of_weight = tokens.weight.perturbed
     primals = jax.tree.map(lambda leaf: leaf.value, tokens, is_leaf=lambda node: hasattr(node, "perturbed"))
     return _with_slopes(loss_sum, of_weight, primals)
@@ -103,7 +103,7 @@ def _total_bwd(loss_sum: Sum, slopes: Slopes, cotangent: AnyArray) -> tuple[Toke
         like: Any = cotangent.aval
         cotangent = jnp.zeros(like.shape, like.dtype)
     dtype = loss_sum.plan.spec.operands.x.dtype
-    scaled: Any = jax.tree.map(lambda slope: slope * cotangent, slopes)
+    scaled = jax.tree.map(lambda slope: slope * cotangent, slopes)
     x, weight = jax.tree.map(lambda slope: slope.astype(dtype), (scaled.x, scaled.weight))
     return (Tokens(x, weight, scaled.bias, None, None),)
 
@@ -117,7 +117,7 @@ def _with_slopes(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[PyTree
     return _batchable(loss_sum, of_weight)(tokens)
 
 
-def _with_slopes_fwd(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[Any, Tokens]:
+def _with_slopes_fwd(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[PyTree, Tokens]:
     return _with_slopes(loss_sum, of_weight, tokens), tokens
 
 
@@ -140,12 +140,12 @@ def _unmerged(loss_sum: Sum, of_weight: bool, tokens: Tokens) -> tuple[PyTree, S
 
 
 @functools.lru_cache(maxsize=4096)
-def _batchable(loss_sum: Sum, of_weight: bool) -> Callable[..., Any]:
+def _batchable(loss_sum: Sum, of_weight: bool) -> Callable[..., PyTree]:
     mapped = jax.custom_batching.custom_vmap(by_default(functools.partial(_by_platform, loss_sum, of_weight)))
 
     @mapped.def_vmap
     @by_default
-    def rule(size: int, in_batched: list[Any], tokens: Tokens) -> tuple[Any, Any]:
+    def rule(size: int, in_batched: list[object], tokens: Tokens) -> tuple[PyTree, PyTree]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched[0])
         unmerged = functools.partial(_unmerged, loss_sum, of_weight)
         results = jax.vmap(unmerged, in_axes=(axes,), axis_size=size)(tokens)

@@ -46,7 +46,7 @@ def _case(
     class_weights: bool = False,
     soft: str | None = None,
     tags: tuple[str, ...] = ("contract",),
-    **options: Any,
+    **options: object,
 ) -> Case:
     arrays: dict[str, ArrayInit] = {
         "x": ArrayInit((*tokens, features), dtype),

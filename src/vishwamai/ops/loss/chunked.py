@@ -200,7 +200,9 @@ def _gradients(
     return dx.astype(x.dtype), *rest
 
 
-def _logits(spec: LossSpec, x: AnyArray, weight: AnyArray, bias: AnyArray, start: Any, size: int) -> AnyArray:
+def _logits(
+    spec: LossSpec, x: AnyArray, weight: AnyArray, bias: AnyArray, start: int | jax.Array, size: int
+) -> AnyArray:
     """Logits `[size, T]` of the entries from `start` on."""
     entries = lax.dynamic_slice_in_dim(weight, start, size)
     z = lax.dot_general(
@@ -220,7 +222,7 @@ def _is_label(labels: AnyArray, start: Any, size: int) -> AnyArray:
     return lax.broadcasted_iota(jnp.int32, (size, labels.shape[0]), 0) == (labels - start)[None]
 
 
-def _weights(spec: LossSpec, targets: AnyArray, start: Any, size: int) -> AnyArray:
+def _weights(spec: LossSpec, targets: AnyArray, start: int | jax.Array, size: int) -> AnyArray:
     """Targets `[size, T]` of the entries from `start` on."""
     return lax.dynamic_slice_in_dim(targets, start, size, axis=1).astype(spec.accumulator).T
 
@@ -234,7 +236,7 @@ def _forward_one(
     labels: AnyArray,
     targets: AnyArray = None,
 ) -> Outputs:
-    def part(carry: PyTree, start: object, size: int) -> PyTree:
+    def part(carry: PyTree, start: int | jax.Array, size: int) -> PyTree:
         m, l, at_label, total = carry
         z = _logits(spec, x, weight, bias, start, size)
         m_new = jnp.maximum(m, jnp.max(z, axis=0))
@@ -274,7 +276,7 @@ def backward(
     """The backward pass: every logit is computed once more, and once only."""
 
     def slope(
-        x: AnyArray, weight: AnyArray, bias: AnyArray, labels: AnyArray, rows: PyTree, start: object, size: int
+        x: AnyArray, weight: AnyArray, bias: AnyArray, labels: AnyArray, rows: PyTree, start: int | jax.Array, size: int
     ) -> PyTree:
         """The logits' gradient `[size, T]`, before the cap, in x's dtype for the products to come; and its sum over
         tokens for the bias.

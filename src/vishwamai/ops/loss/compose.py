@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from vishwamai.core.types import AnyArray, PyTree
@@ -42,7 +43,7 @@ def compose(
     return loss if reduction == "none" else reduced(xp, loss.sum(), shares, reduction)
 
 
-def reduced(xp: Any, total: AnyArray, shares: AnyArray, reduction: str) -> AnyArray:
+def reduced(xp: ModuleType, total: AnyArray, shares: AnyArray, reduction: str) -> AnyArray:
     """The loss of all tokens for "sum" and "mean", of the sum of their losses."""
     if reduction == "sum":
         return total

@@ -8,7 +8,6 @@ pass, and its gradient leaves split. Rajbhandari et al., "ZeRO" (2020) gather ea
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from vishwamai.core import execute, sharding
 from vishwamai.core.call_plan import CallPlan
 from vishwamai.core.numbers import divisors
 from vishwamai.core.promotion import by_default
+from vishwamai.core.types import PyTree
 from vishwamai.ops.loss.spec import Operands, Outputs
 
 PIECE_BYTES = 1 << 28
@@ -61,7 +61,7 @@ def _of_piece(plan: CallPlan, axis: str, operands: Operands) -> Outputs:
 
 
 def _of_piece_fwd(plan: CallPlan, axis: str, operands: Operands) -> tuple[Outputs, tuple[Operands, Outputs]]:
-    outputs: Any = _of_piece(plan, axis, operands)
+    outputs: PyTree = _of_piece(plan, axis, operands)
     return outputs, (operands, outputs)
 
 

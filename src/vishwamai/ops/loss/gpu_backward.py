@@ -8,7 +8,6 @@ entries). No sum depends on the order of programs.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from vishwamai.core import gpu
 from vishwamai.core.types import AnyArray, PyTree
@@ -89,7 +88,7 @@ def backward(
         ),
     }
 
-    def part(step: object, carry: tuple[Any, Any, Any]) -> tuple[AnyArray, AnyArray, AnyArray]:
+    def part(step: object, carry: tuple[object, object, object]) -> tuple[AnyArray, AnyArray, AnyArray]:
         """The gradients with those of one part of the entries; `carry` holds None before the first."""
         dz, partial = gpu.launch(
             SLOPES,

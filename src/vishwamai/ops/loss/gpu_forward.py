@@ -6,8 +6,6 @@ Gimelshein 2018); a second kernel combines the splits, in order. The logits live
 
 from __future__ import annotations
 
-from typing import Any
-
 from vishwamai.core import gpu
 from vishwamai.core.types import AnyArray
 from vishwamai.ops.loss.gpu_tiles import (
@@ -27,7 +25,7 @@ def fold_groups(spec: LossSpec, x: AnyArray) -> AnyArray:
     return None if x is None else x.reshape(*groups_and_tokens(spec), *x.shape[2:])
 
 
-def shared_constants(spec: LossSpec, config: LossGpuConfig) -> dict[str, Any]:
+def shared_constants(spec: LossSpec, config: LossGpuConfig) -> dict[str, float | None]:
     """What every kernel that forms logits is told."""
     groups, tokens = groups_and_tokens(spec)
     bias = spec.operands.bias

@@ -205,7 +205,7 @@ class ProductSignature(Signature):
         with jax.enable_x64(True):  # torch's float64 stays what it is, whatever JAX is set to
             return array_specs(jax.eval_shape(self.pack, Operands(*map(_struct, arrays))))
 
-    def pack(self, arrays: Operands, spec: Any = None) -> Operands:
+    def pack(self, arrays: Operands, spec: object = None) -> Operands:
         """The arrays in the op's own layout; scales in the dtype of the epilogue, those of e8m0 as they are."""
         del spec
         layout, blocks = self.layout(arrays), self._how[2]
@@ -226,7 +226,7 @@ class ProductSignature(Signature):
             scale(arrays.scale_b, blocks.b, layout.per_column),
         )
 
-    def unpack(self, spec: Any, outputs: Outputs, arrays: Operands) -> Outputs:
+    def unpack(self, spec: object, outputs: Outputs, arrays: Operands) -> Outputs:
         """The op's `[G, M, N]` in the caller's shape."""
         layout = self.layout(arrays)
         return Outputs(outputs.out.reshape(*layout.batch, layout.m, layout.n))
@@ -272,5 +272,5 @@ def make_spec(
     return spec
 
 
-def _struct(x: ArraySpec | None) -> Any:
+def _struct(x: ArraySpec | None) -> jax.ShapeDtypeStruct | None:
     return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)

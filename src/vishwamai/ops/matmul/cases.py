@@ -24,7 +24,7 @@ def _case(
     scale_a: tuple[int, ...] | None = None,
     scale_b: tuple[int, ...] | None = None,
     tags: tuple[str, ...] = ("contract",),
-    **options: Any,
+    **options: object,
 ) -> Case:
     def matrix(shape: tuple[int, ...], dtype: str, contracted: int) -> ArrayInit:
         if dtype in _INTEGERS:
@@ -67,7 +67,7 @@ def quantized_gemm(
 
 
 def _quantized(
-    name: str, a: ArrayInit, weight: tuple[int, int], scales: tuple[int, int], format: str, **options: Any
+    name: str, a: ArrayInit, weight: tuple[int, int], scales: tuple[int, int], format: str, **options: object
 ) -> Case:
     kind = ("int8", "integers") if FORMATS[format].power_of_two else ("float32", "positive")
     arrays = {"a": a, "weight": ArrayInit(weight, "int8", "integers"), "scales": ArrayInit(scales, *kind)}

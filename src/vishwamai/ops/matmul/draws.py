@@ -63,7 +63,7 @@ def quantized(d: Sizes) -> Case:
     block = 32 if mx else d.choose((None, 16, 32, 64, 128))
     groups = 1 if block is None else -(-k // block)
     tb = d.flag(3)
-    kind: Any = ("int8", "integers") if mx else ("float32", "positive")
+    kind: tuple[str, str] = ("int8", "integers") if mx else ("float32", "positive")
     arrays = {
         "weight": ArrayInit((n, k) if tb else (k, n), "int8", "integers"),
         "scales": ArrayInit((n, groups) if tb else (groups, n), *kind),

@@ -110,10 +110,10 @@ def _on_explicit_axes(contraction: Callable[..., object], subscripts: str, facto
 def contract(
     steps: list[tuple[tuple[int, ...], str]],
     arrays: list[AnyArray],
-    plain: Callable[..., Any],
+    plain: Callable[..., object],
     product: Callable[..., object],
-    permute: Callable[[Any, list[int]], object],
-    run: Callable[..., Any] = lambda contraction, subscripts, factors: contraction(*factors),
+    permute: Callable[[AnyArray, list[int]], AnyArray],
+    run: Callable[..., object] = lambda contraction, subscripts, factors: contraction(*factors),
 ) -> AnyArray:
     """The result of the contractions that `plan_steps` gives, on arrays of any framework.
 
@@ -267,7 +267,9 @@ def _order(indices: Any, term: str) -> str:
     return "".join(i for i in term if i in indices)
 
 
-def best_layout(a_term: str, b_term: str, out: str, sizes: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
+def best_layout(
+    a_term: str, b_term: str, out: str, sizes: tuple[tuple[str, int], ...]
+) -> tuple[bool, str, tuple[str, bool], tuple[str, bool]]:
     """The layout of a product that copies the fewest elements, as `_layouts` yields it without their number."""
     shared = [i for i in a_term if i in b_term]
     contracted = [i for i in shared if i not in out]

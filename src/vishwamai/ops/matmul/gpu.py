@@ -19,6 +19,7 @@ from vishwamai.ops.matmul.gpu_gradient import stride
 from vishwamai.ops.matmul.spec import WRAPS, MatmulSpec, Operands, Outputs
 
 if TYPE_CHECKING:
+    import numpy as np
     from jax.typing import DTypeLike
 
 
@@ -112,16 +113,16 @@ def tiles(groups: int, m: int, n: int, k: int, width: int, integer: bool = False
     return MatmulGpuConfig(block_m, block_n, block_k, 8 if large else 4, 3 if large else 4)
 
 
-def _takes_fp8(a: Any, b: Any) -> bool:
+def _takes_fp8(a: AnyArray, b: object) -> bool:
     """Two operands of one 8-bit format go into the tensor cores as they are."""
     return a == b and a.name in _FP8
 
 
-def _aligned(columns: int, dtype: Any) -> bool:
+def _aligned(columns: int, dtype: np.dtype) -> bool:
     return columns * dtype.itemsize % 16 == 0
 
 
-def _transposed(x: AnyArray) -> Any:
+def _transposed(x: AnyArray) -> AnyArray:
     """`[groups, rows, columns]` with the last two axes exchanged in memory."""
     groups, rows, columns = x.shape
     tile = 128
@@ -209,7 +210,7 @@ def _matmul(
     return out, pre
 
 
-def forward(spec: MatmulSpec, config: MatmulGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
+def forward(spec: MatmulSpec, config: MatmulGpuConfig, operands: Operands, residuals: bool) -> tuple[Outputs, AnyArray]:
     a, b, bias, scale_a, scale_b = operands
     out, preactivation = _matmul(
         spec,
@@ -229,7 +230,7 @@ def forward(spec: MatmulSpec, config: MatmulGpuConfig, operands: Operands, resid
 
 def product(
     spec: MatmulSpec, lhs: AnyArray, rhs: AnyArray, lhs_axis: int, rhs_axis: int, groups: int, out_dtype: DTypeLike
-) -> Any:
+) -> PyTree:
     """See `gradient.Product`."""
     m, k = lhs.shape[3 - lhs_axis], lhs.shape[lhs_axis]
     n = rhs.shape[3 - rhs_axis]

@@ -79,7 +79,7 @@ def epilogue(
     dz_b = dout if dz_b is None else dz_b
     dz_a = (dz_b if unscaled else dout) if dz_a is None else dz_a
 
-    def summed(partial: object, operand: Any, spec: Any) -> Any:
+    def summed(partial: object, operand: AnyArray, spec: Any) -> AnyArray:
         return None if partial is None else sum_to(partial, operand.shape, spec.dtype)
 
     o = spec.operands
@@ -93,8 +93,8 @@ def epilogue(
 
 
 def unscale(
-    spec: MatmulSpec, gradient: AnyArray, operand: str, x: AnyArray, scale: Any, k_axis: int, with_scale: bool
-) -> tuple[Any, Any]:
+    spec: MatmulSpec, gradient: AnyArray, operand: str, x: AnyArray, scale: AnyArray, k_axis: int, with_scale: bool
+) -> tuple[AnyArray, AnyArray]:
     stored = getattr(spec.operands, operand)
     if scale is None and stored.dtype not in FP8_DTYPES:
         return gradient, None

@@ -17,7 +17,7 @@ and those scales, have no gradient (`gemm` declines to differentiate a QTensor):
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,8 @@ class Through(NamedTuple):
         has it), else None.
     """
 
-    dz_a: Any
-    dz_b: Any
+    dz_a: AnyArray
+    dz_b: AnyArray
     bias: AnyArray
     scale_a: AnyArray
     scale_b: AnyArray
@@ -70,7 +70,7 @@ class GradientSteps(NamedTuple):
     """
 
     epilogue: Callable[..., Through]
-    unscale: Callable[..., tuple[Any, Any]]
+    unscale: Callable[..., tuple[AnyArray, AnyArray]]
 
 
 def backward(
@@ -141,7 +141,7 @@ def _exact(spec: MatmulSpec, operand: ArraySpec, scale: AnyArray) -> np.dtype:
     return spec.epilogue_dtype if scale is not None or operand.dtype in FP8_DTYPES else operand.dtype
 
 
-def _zeros(x: AnyArray, of_scales: bool = False) -> Any:
+def _zeros(x: AnyArray, of_scales: bool = False) -> AnyArray:
     """What stands for the gradient of a blocked operand, or of its scales; None for integers."""
     if not isinstance(x, Blocked):
         return None

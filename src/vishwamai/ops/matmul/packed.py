@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,7 @@ def xla_forward(spec: PackedSpec, operands: Operands) -> tuple[Outputs, None]:
     return reference.forward(dense, arrays, False)[0], None
 
 
-def _backward(native: bool) -> Any:
+def _backward(native: bool) -> Callable[..., Operands]:
     def backward(spec: PackedSpec, operands: Operands, outputs: Outputs, cotangents: Outputs) -> Operands:
         dense, arrays = spec.dense(operands)
         preactivation = None
@@ -156,7 +157,7 @@ def _undifferentiable(data: AnyArray) -> AnyArray:
     return data
 
 
-def _no_gradient(saved: PyTree, cotangent: AnyArray) -> Any:
+def _no_gradient(saved: PyTree, cotangent: AnyArray) -> NoReturn:
     raise UnsupportedError(
         "gemm: `b` is a PackedWeight, which has no gradient; differentiate with respect to the other arguments only, "
         "or train the weight itself."

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.qtensor import QTensor, check_symmetric, undifferentiable
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.matmul.batch_layout import BlockScales
 
 
-def unpack(a: Any, b: Any, transpose_a: bool, transpose_b: bool, scale_a: Any, scale_b: Any) -> tuple[Any, ...]:
+def unpack(
+    a: object, b: object, transpose_a: bool, transpose_b: bool, scale_a: object, scale_b: object
+) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray, BlockScales]:
     """(a, b, scale_a, scale_b, blocks): arrays, or None, in place of QTensors.
 
     Raises:
@@ -28,7 +31,7 @@ def unpack(a: Any, b: Any, transpose_a: bool, transpose_b: bool, scale_a: Any, s
     return a, b, scale_a, scale_b, BlockScales(size_a or size_b, size_a > 0, size_b > 0)
 
 
-def _unpack(name: str, x: Any, contracted: int, scale: object) -> tuple[Any, Any, int]:
+def _unpack(name: str, x: Any, contracted: int, scale: object) -> tuple[AnyArray, AnyArray, int]:
     """(values, scale, block size or 0)."""
     if not isinstance(x, QTensor):
         return x, scale, 0

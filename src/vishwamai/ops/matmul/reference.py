@@ -73,7 +73,7 @@ def product(
     return out.astype(out_dtype)
 
 
-def forward(spec: MatmulSpec, operands: Operands, residuals: bool) -> tuple[Outputs, Any]:
+def forward(spec: MatmulSpec, operands: Operands, residuals: bool) -> tuple[Outputs, jax.Array | None]:
     """activation(scale_a * scale_b * (a @ b) + bias), the sum and all that follows in the accumulation dtype."""
     a, b, scale_a, scale_b = spec.factors(operands)
     bias = operands.bias

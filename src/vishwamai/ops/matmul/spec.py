@@ -44,8 +44,8 @@ class Blocked(NamedTuple):
     It has the shape and dtype of its values, so that whoever asks an array for them need not know.
     """
 
-    values: Any  # [G or 1, ., .]
-    scales: Any  # the same with ceil(K / size) in place of K; float, or uint8: the bits of e8m0
+    values: AnyArray  # [G or 1, ., .]
+    scales: AnyArray  # the same with ceil(K / size) in place of K; float, or uint8: the bits of e8m0
     size: int  # of a block
     axis: int  # 1 or 2: where K lies
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,10 +27,10 @@ def product(
     lhs_axis: int,
     rhs_axis: int,
     groups: int,
-    out_dtype: Any,
+    out_dtype: jnp.dtype,
     *,
     bias: AnyArray = None,
-    scale_a: Any = None,
+    scale_a: jax.Array | None = None,
     scale_b: AnyArray = None,
     activation: str | None = None,
     keep_preactivation: bool = False,

@@ -19,7 +19,6 @@ v4 int8 from 25 to 71 % of the HBM bound; "b11fnuz" takes v6e's 8-bit floats in 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ SCALE = {"b11fnuz": 16}
 """By which products of the unpacked weights are to be multiplied."""
 
 
-def serves(unpack: str, narrow: object, wide: object, rhs_axis: int) -> bool:
+def serves(unpack: str, narrow: jnp.dtype, wide: object, rhs_axis: int) -> bool:
     """Whether `unpack` reads weights of `narrow` beside rows of `wide`; rhs_axis: axis (1 or 2) of the weight along
     which K lies.
     """
@@ -46,14 +45,14 @@ def serves(unpack: str, narrow: object, wide: object, rhs_axis: int) -> bool:
     return narrow in ADDED if unpack == "words" else unpack == "b11fnuz" and narrow == jnp.float8_e4m3fn
 
 
-def _source(lane: jax.Array, narrow: object) -> jax.Array:
+def _source(lane: jax.Array, narrow: jnp.dtype) -> jax.Array:
     """Which row of the weight comes to which place, within 128 rows."""
     if narrow == _INT8:  # 32 rows: byte, word
         return lane // 32 * 32 + lane % 8 * 4 + lane // 8 % 4
     return lane // 64 * 64 + lane // 2 % 8 * 8 + lane % 2 * 4 + lane // 16 % 4  # 64 rows: nibble, word, half
 
 
-def prepare(x_ref: Ref, excess_ref: Ref, narrow: Any, group: int) -> None:
+def prepare(x_ref: Ref, excess_ref: Ref, narrow: jnp.dtype, group: int) -> None:
     """Puts x, `[m, K]`, into the order of "words", and fills `[m, K / group * 128]` with what a group of K adds too
     much to a result, in every lane.
     """

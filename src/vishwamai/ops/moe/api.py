@@ -153,7 +153,9 @@ def grouped_gemm(
     return public_call(MOE, signature(transpose_rhs), spec, arrays, config=config, implementation=implementation).out
 
 
-def _local_groups(lhs: AnyArray, rhs: AnyArray, group_sizes: jax.Array, group_offset: Any) -> tuple[AnyArray, AnyArray]:
+def _local_groups(
+    lhs: AnyArray, rhs: AnyArray, group_sizes: jax.Array, group_offset: object
+) -> tuple[AnyArray, AnyArray]:
     """(the sizes of the groups that `rhs` has matrices for, cut off at the last row; the row where the first begins).
 
     Raises:

@@ -22,7 +22,7 @@ def _case(
     local: int | None = None,
     transpose_rhs: bool = False,
     tags: tuple[str, ...] = ("contract",),
-    **options: Any,
+    **options: object,
 ) -> Case:
     """`sizes` are a value of the call, not an array of the case: what they are decides which rows are computed; `local`
     groups have a matrix, or all.

@@ -6,6 +6,7 @@ from typing import Any
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.sharding import mesh_axis_size
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.moe.spec import experts_spec
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
@@ -114,7 +115,7 @@ def check_limit(activation: str, gate: object, limit: Any) -> None:
         )
 
 
-def check_biases(biases: Any) -> tuple[Any, Any, Any]:
+def check_biases(biases: Any) -> tuple[AnyArray, AnyArray, AnyArray]:
     """(gate, up, down) of the experts' biases, each may be None.
 
     Raises:

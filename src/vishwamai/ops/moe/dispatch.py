@@ -42,11 +42,11 @@ class Dispatch(NamedTuple):
       dropped: scalar int32, choices that found no row.
     """
 
-    rows: Any
+    rows: AnyArray
     group_sizes: AnyArray
-    choice: Any
-    place: Any
-    dropped: Any
+    choice: AnyArray
+    place: AnyArray
+    dropped: AnyArray
 
 
 @jax.custom_vjp
@@ -242,7 +242,7 @@ def moe_combine(rows: Float[Array, "R d"], dispatch: Dispatch, routing: Routing)
     return follow_explicit_axes(combine, lambda: _gathered(arrays, (None, None)), *arrays)
 
 
-def check_combine(rows: AnyArray, dispatch: Any, routing: Any) -> None:
+def check_combine(rows: AnyArray, dispatch: Any, routing: object) -> None:
     """Raises ShapeError where the arguments of `moe_combine`, arrays of any framework, contradict one another."""
     for name, value, kind, maker in (
         ("dispatch", dispatch, Dispatch, "moe_dispatch"),

@@ -32,7 +32,7 @@ def draw(d: Sizes) -> Case:
         mx = format.startswith("mx")
         block = 32 if mx else d.choose((None, 16, 32, 60, 128))
         blocks = 1 if block is None else -(-depth // block)
-        kind: Any = ("int8", "integers") if mx else ("float32", "positive")
+        kind: tuple[str, str] = ("int8", "integers") if mx else ("float32", "positive")
         arrays = {
             "lhs": lhs,
             "weight": ArrayInit(matrices, "int8", "integers"),

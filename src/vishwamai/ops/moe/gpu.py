@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +154,7 @@ def tiles(products: int, m: int, n: int, k: int, width: int, quantized: bool = F
     return Tile(block_m, block_n, block_k, 8 if large else 4, 3 if large else 4)
 
 
-def _aligned(columns: int, dtype: Any) -> bool:
+def _aligned(columns: int, dtype: jnp.dtype) -> bool:
     """Whether the copy engine takes rows of that many elements: whole 16 bytes."""
     return columns * dtype.itemsize % 16 == 0
 
@@ -165,7 +165,7 @@ def _copies(rhs: AnyArray, columns: int, pairs: bool) -> bool:
     return _aligned(rhs.shape[3], stored) and (columns // 2 if pairs else columns) * stored.itemsize >= 16
 
 
-def _precision(dtype: Any) -> str | None:
+def _precision(dtype: jnp.dtype) -> str | None:
     return "tf32x3" if dtype.itemsize == 4 else None
 
 
@@ -179,7 +179,7 @@ def _step(x: AnyArray, size: int) -> int:
     return 0 if x is None or x.shape[0] == 1 else size
 
 
-def _pairs(x: AnyArray) -> Any:
+def _pairs(x: AnyArray) -> AnyArray:
     """A JAX array of 4 bits as int8, two numbers of a row in a byte, the first in its lower bits."""
     return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), jnp.int8)
 

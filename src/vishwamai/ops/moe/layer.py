@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -59,9 +60,9 @@ class MoEOutput(NamedTuple):
       dropped: scalar int32, choices that found no room (0 without a capacity); on several devices, of all of them.
     """
 
-    out: Any
+    out: AnyArray
     routing: Routing
-    dropped: Any
+    dropped: AnyArray
 
 
 @checked
@@ -215,7 +216,7 @@ def _router_tokens(router_tokens: AnyArray, tokens: AnyArray) -> AnyArray:
     return scored
 
 
-def weighted_inputs(xp: Any, tokens: AnyArray, routing: Routing) -> tuple[Any, Routing]:
+def weighted_inputs(xp: ModuleType, tokens: AnyArray, routing: Routing) -> tuple[AnyArray, Routing]:
     """Each choice as a token of its own, `[T * k, d]`, times its weight, and the routing of these, with weights of 1;
     `xp` is `jax.numpy` or `torch`, whose arrays these are.
     """
@@ -289,7 +290,7 @@ def _in_pieces(
     return chosen
 
 
-def clamped(xp: Any, gate: AnyArray, up: AnyArray, limit: float) -> AnyArray:
+def clamped(xp: ModuleType, gate: AnyArray, up: AnyArray, limit: float) -> AnyArray:
     """See `CLAMPED`; `xp` is `jax.numpy` or `torch`, whose arrays these are."""
     gate, up = xp.clip(gate, None, limit), xp.clip(up, -limit, limit)
     sigmoid = jax.nn.sigmoid if xp is jnp else xp.sigmoid

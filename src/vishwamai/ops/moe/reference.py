@@ -30,9 +30,10 @@ _LARGEST_BLOCK = 512
 class GroupBlocks(NamedTuple):
     """How rows are laid out in blocks of one group each."""
 
-    group: Any  # [blocks] int32: the group of each block
-    source: Any  # [blocks, block] int32: the row that stands there; M, which is not a row, where none does
-    place: Any  # [M] int32: where each row stands in the flattened blocks; past their end for a row without a group
+    group: AnyArray  # [blocks] int32: the group of each block
+    source: AnyArray  # [blocks, block] int32: the row that stands there; M, which is not a row, where none does
+    # [M] int32: where each row stands in the flattened blocks; past their end for a row without a group
+    place: AnyArray
 
 
 def block_rows(m: int, groups: int) -> int:

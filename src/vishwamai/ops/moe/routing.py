@@ -41,11 +41,11 @@ class Routing(NamedTuple):
       expert_counts: `[num_experts]` int32, tokens that chose each expert.
     """
 
-    weights: Any
-    experts: Any
-    load_balance_loss: Any
-    z_loss: Any
-    expert_counts: Any
+    weights: AnyArray
+    experts: AnyArray
+    load_balance_loss: AnyArray
+    z_loss: AnyArray
+    expert_counts: AnyArray
 
 
 @checked
@@ -214,7 +214,7 @@ def choose(
     return weights, chosen, counts, jnp.where(mask[:, None], shares, 0.0).sum(0)
 
 
-def _among_close(logits: Any, top_k: int, margin: float) -> tuple[Any, Any]:
+def _among_close(logits: Any, top_k: int, margin: float) -> tuple[AnyArray, AnyArray]:
     """Weights and experts of "sparsemixer": one choice after the other among the experts that remain."""
     xp, softmax = namespace(logits), activations(logits).softmax
     fixed, remaining, weights, experts = constant(logits), logits, [], []
@@ -247,7 +247,7 @@ def check_routing(
     grouping: tuple[int, int | None, str],
     margin: float,
     jitter: float,
-    key: Any,
+    key: object,
 ) -> int:
     """Checks the arguments of `moe_routing`, arrays of any framework; returns the number of experts."""
     num_groups, top_groups, group_score = grouping

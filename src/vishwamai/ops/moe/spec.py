@@ -157,7 +157,7 @@ def unpack_weights(rhs: QTensor) -> tuple[PyTree, PyTree, int]:
     values, scales = rhs.values, rhs.scales
     if rhs.axis is None:
         lead = tuple(values.shape[:-2])
-        broadcast: Any = jnp.broadcast_to if isinstance(scales, (jax.Array, np.ndarray)) else scales.expand
+        broadcast = jnp.broadcast_to if isinstance(scales, (jax.Array, np.ndarray)) else scales.expand
         return values, broadcast(scales, (*lead, 1, 1)), 0
     if rhs.axis != -2:
         raise ShapeError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +121,7 @@ def _rows_kernel(
     block_scales, column_scales = (scale_ref, None) if reading.size else (None, scale_ref)
     first_k = step * block_k if rhs_axis == 0 else column * block_n  # of rhs's rows in its block
 
-    def chunk(row: AnyArray, rows: int, k: Any, size: int, valid: object) -> jax.Array:
+    def chunk(row: AnyArray, rows: int, k: int | jax.Array, size: int, valid: object) -> jax.Array:
         lhs = lhs_ref[pl.ds(row, rows), pl.ds(k, size)]  # [rows, size]
         rhs = reading.tile(rhs_ref, block_scales, rhs_axis, k, size, first_k, lhs.dtype)
         if column_scales is not None:
@@ -150,13 +150,13 @@ def _rows_kernel(
             return
         place = pl.ds(row, rows)
 
-        def grown(k: Any, size: int) -> jax.Array:
+        def grown(k: int | jax.Array, size: int) -> jax.Array:
             first = (step == 0) & (k == 0)
             old = sum_ref[place, :]
             valid = None if tail == block_k else jnp.where(step == steps - 1, tail, block_k)
             return jnp.where(first, jnp.zeros_like(old), old) + chunk(row, rows, k, size, valid)
 
-        def grow(k: object, size: int) -> None:
+        def grow(k: int | jax.Array, size: int) -> None:
             sum_ref[place, :] = grown(k, size)
 
         size = tile.chunk_depth if tail == block_k else block_k

@@ -31,7 +31,7 @@ def notes(spec: NormSpec, target: Target) -> tuple[str, ...]:
     return ("float16 is computed through float32 copies",) if spec.operands.x.dtype == jnp.float16 else ()
 
 
-def _storage(dtype: DTypeLike) -> Any:
+def _storage(dtype: DTypeLike) -> DTypeLike:
     return jnp.float32 if dtype == jnp.float16 else dtype
 
 
@@ -39,7 +39,7 @@ def _cast(x: AnyArray, dtype: DTypeLike) -> AnyArray:
     return None if x is None else x.astype(dtype)
 
 
-def _parameter_dtype(parameter: jax.Array | None, statistics: DTypeLike) -> Any:
+def _parameter_dtype(parameter: jax.Array | None, statistics: DTypeLike) -> DTypeLike:
     """The dtype in which the kernel takes a parameter and gives its gradient: its own of 16 bits, or that of the
     statistics.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -98,7 +98,7 @@ def describe(operands: Operands, kind: Kind, eps: float) -> NormSpec:
     return NormSpec(SIGNATURE.specs(operands), kind, float(eps))
 
 
-def check_offset(scale: AnyArray, by: Any) -> None:
+def check_offset(scale: AnyArray, by: object) -> None:
     """Checks `scale_offset`.
 
     Raises:

@@ -32,6 +32,7 @@ from vishwamai.ops.paged_attention.tpu import PALLAS_TPU
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Bool, Float, Int, Num
 
 PAGED_ATTENTION: Op[PagedSpec] = Op("paged_attention", (PALLAS_TPU, TRITON, NATIVE, XLA), split="batch heads")
@@ -42,7 +43,7 @@ _NAME = "ragged_paged_attention"
 @overload
 def ragged_paged_attention(
     query: Num[Array, "tokens heads head_dim"],
-    kv_pages: Any,
+    kv_pages: object,
     kv_lens: Int[Array, " sequences"],
     page_indices: Int[Array, "sequences pages_per_sequence"],
     cu_q_lens: Int[Array, " sequences+1"],
@@ -60,7 +61,7 @@ def ragged_paged_attention(
     latent_dim: int | None = None,
     max_q_len: int | None = None,
     return_lse: Literal[False] = False,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     config: object = None,
     implementation: str | None = None,
 ) -> Float[Array, "tokens heads v_dim"]: ...
@@ -69,7 +70,7 @@ def ragged_paged_attention(
 @overload
 def ragged_paged_attention(
     query: Num[Array, "tokens heads head_dim"],
-    kv_pages: Any,
+    kv_pages: object,
     kv_lens: Int[Array, " sequences"],
     page_indices: Int[Array, "sequences pages_per_sequence"],
     cu_q_lens: Int[Array, " sequences+1"],
@@ -87,7 +88,7 @@ def ragged_paged_attention(
     latent_dim: int | None = None,
     max_q_len: int | None = None,
     return_lse: Literal[True],
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     config: object = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads v_dim"], Float[Array, "tokens heads"]]: ...
@@ -96,7 +97,7 @@ def ragged_paged_attention(
 @overload
 def ragged_paged_attention(
     query: Num[Array, "tokens heads head_dim"],
-    kv_pages: Any,
+    kv_pages: object,
     kv_lens: Int[Array, " sequences"],
     page_indices: Int[Array, "sequences pages_per_sequence"],
     cu_q_lens: Int[Array, " sequences+1"],
@@ -114,7 +115,7 @@ def ragged_paged_attention(
     latent_dim: int | None = None,
     max_q_len: int | None = None,
     return_lse: bool,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     config: object = None,
     implementation: str | None = None,
 ) -> Any: ...
@@ -123,7 +124,7 @@ def ragged_paged_attention(
 @checked
 def ragged_paged_attention(
     query: Num[Array, "tokens heads head_dim"],
-    kv_pages: Any,
+    kv_pages: object,
     kv_lens: Int[Array, " sequences"],
     page_indices: Int[Array, "sequences pages_per_sequence"],
     cu_q_lens: Int[Array, " sequences+1"],
@@ -141,7 +142,7 @@ def ragged_paged_attention(
     latent_dim: int | None = None,
     max_q_len: int | None = None,
     return_lse: bool = False,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     config: object = None,
     implementation: str | None = None,
 ) -> Any:

@@ -42,7 +42,7 @@ def _array(name: str, x: AnyArray) -> AnyArray:
     return x if gpu.framework(x) == "torch" else as_array(name, "kv_pages", x)
 
 
-def form_of(k_pages: Any, v_pages: Any | None) -> Form:
+def form_of(k_pages: Any, v_pages: object | None) -> Form:
     """How pools hold keys and values."""
     return "separate" if v_pages is not None else "latent" if len(k_pages.shape) == 3 else "combined"
 
@@ -232,7 +232,7 @@ def check_window(window: object) -> int | None:
     return None if window is None else min(window, 2**31 - 1)  # positions are int32
 
 
-def _check_options(scale: Any, softcap: float | None, max_q_len: Any, form: Form, head_dim: int) -> float:
+def _check_options(scale: object, softcap: float | None, max_q_len: Any, form: Form, head_dim: int) -> float:
     """The scale.
 
     Raises:
@@ -302,7 +302,7 @@ def describe(
     return PagedSpec(operands, form, scale, window, softcap, latent_dim, most, return_lse)
 
 
-def no_gradient(*_: Any) -> NoReturn:
+def no_gradient(*_: object) -> NoReturn:
     """The backward pass of the kernels: an error that says what to do instead."""
     raise UnsupportedError(
         "ragged_paged_attention: there is no gradient, for pages are what a served model remembers; train with "

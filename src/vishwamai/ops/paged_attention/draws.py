@@ -28,7 +28,7 @@ def draw(d: Sizes) -> Case:
     arrays, number = tables(tuple(runs), page)
     dtype = d.dtype()
     stored = d.choose((dtype, dtype, "int8", "int4", "float8_e4m3fn", "float8_e5m2"))
-    kind: Any = "integers" if stored != dtype else "normal"
+    kind = "integers" if stored != dtype else "normal"
     options: dict[str, Any] = {"max_q_len": 1} if decode and d.flag() else {}
 
     def pool(*shape: int) -> ArrayInit:

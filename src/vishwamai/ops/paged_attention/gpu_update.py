@@ -30,7 +30,7 @@ def why_not_put(pool: AnyArray, rows: AnyArray) -> str | None:
     return gpu.why_not()
 
 
-def put(pool: Any, rows: Any, page: object, slot: AnyArray) -> Any:
+def put(pool: AnyArray, rows: AnyArray, page: object, slot: AnyArray) -> AnyArray:
     """See `rows.put`; of numbers of 4 bits, which a scatter would write one by one, into bytes that two of them
     share.
     """

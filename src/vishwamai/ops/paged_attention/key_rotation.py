@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
 from vishwamai.core.arrays import cast, fetched, namespace
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.precision import accumulator_dtype
 from vishwamai.core.spec import array_spec
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, PyTree
 
 
 def check_rope_tables(name: str, key: AnyArray, rope_tables: object, interleaved: bool) -> None:
@@ -35,7 +33,7 @@ def check_rope_tables(name: str, key: AnyArray, rope_tables: object, interleaved
         )
 
 
-def rotated(key: Any, position: object, rope_tables: Any, interleaved: bool, latent: bool) -> Any:
+def rotated(key: AnyArray, position: object, rope_tables: PyTree, interleaved: bool, latent: bool) -> AnyArray:
     """Keys turned by the angles of their positions: `apply_rope` of them, of JAX or torch.
 
     Args:
@@ -60,7 +58,7 @@ def rotated(key: Any, position: object, rope_tables: Any, interleaved: bool, lat
     return xp.concatenate((key[..., :first], cast(turned, array_spec(key).dtype), key[..., first + turning :]), -1)
 
 
-def _joined(a: Any, b: object, interleaved: bool) -> Any:
+def _joined(a: AnyArray, b: object, interleaved: bool) -> AnyArray:
     """`[..., 2 * pairs]` of the first and of the second halves of pairs, `[..., pairs]` each."""
     xp = namespace(a)
     if interleaved:

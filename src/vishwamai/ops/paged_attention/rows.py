@@ -77,11 +77,13 @@ def _put(pool: AnyArray, rows: AnyArray, page: AnyArray, slot: AnyArray) -> AnyA
     return _mapped(*sharding.match_varying((pool, rows, page, slot)))
 
 
-def _put_fwd(pool: object, rows: object, page: jax.Array, slot: AnyArray) -> tuple[Any, Any]:
+def _put_fwd(
+    pool: object, rows: object, page: jax.Array, slot: AnyArray
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _put(pool, rows, page, slot), (page, slot)
 
 
-def _put_bwd(places: tuple[Any, Any], cotangent: AnyArray) -> tuple[Any, ...]:
+def _put_bwd(places: tuple[object, object], cotangent: AnyArray) -> tuple[jax.Array | None, ...]:
     page, slot = places
     rows = cotangent.at[page, slot].get(mode="fill", fill_value=0)
     return cotangent.at[page, slot].set(0, mode="drop"), rows, None, None

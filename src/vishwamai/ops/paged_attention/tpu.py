@@ -72,7 +72,7 @@ def _per_row(spec: PagedSpec, shape: Shape, values: AnyArray) -> AnyArray:
     return _pad_rows(shape, _by_block(spec, shape, every))[0]
 
 
-def _hidden(spec: PagedSpec, shape: Shape, tree_mask: Any, first: Any) -> Any:
+def _hidden(spec: PagedSpec, shape: Shape, tree_mask: Any, first: Any) -> jax.Array:
     """The new tokens that a row does not see, `[items, rows, columns]` bfloat16 of zeros and ones, of items that begin
     at the tokens `first`.
     """

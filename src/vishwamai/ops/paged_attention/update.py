@@ -31,7 +31,7 @@ _NAME = "update_pages"
 
 @checked
 def update_pages(
-    kv_pages: Any,
+    kv_pages: object,
     key: Float[Array, "tokens kv_heads head_dim"],
     value: Float[Array, "tokens kv_heads value_dim"] | None,
     kv_lens: Int[Array, " sequences"],

@@ -19,6 +19,7 @@ from vishwamai.ops.quantization.rounding import magnitude, rounded
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Float, Key
 
 _SCALES = ("absmax", "percentile")
@@ -143,7 +144,7 @@ def check_quantize(
 
 
 @checked
-def dequantize(q: QTensor | CodeTensor, dtype: Any = None) -> Float[Array, ...]:
+def dequantize(q: QTensor | CodeTensor, dtype: DTypeLike | None = None) -> Float[Array, ...]:
     """The array that a `QTensor` or a `CodeTensor` stands for, rounded once to `dtype` (default
     float32).
 
@@ -160,7 +161,7 @@ def dequantize(q: QTensor | CodeTensor, dtype: Any = None) -> Float[Array, ...]:
 
 
 @checked
-def fake_quantize(x: Float[Array, ...], format: str = "int8", **options: Any) -> Float[Array, ...]:
+def fake_quantize(x: Float[Array, ...], format: str = "int8", **options: object) -> Float[Array, ...]:
     """`dequantize(quantize(x))` in x's dtype, with a straight-through gradient: for training a network that will be
     quantized.
 

@@ -17,7 +17,7 @@ from vishwamai.core.types import AnyArray
 _DEFAULTS = {"block_size": None, "scale": "absmax", "rounding": "nearest", "key": None}
 
 
-def encoded(x: AnyArray, form: CodeFormat, axis: int | None, options: dict[str, Any]) -> CodeTensor:
+def encoded(x: AnyArray, form: CodeFormat, axis: int | None, options: dict[str, object]) -> CodeTensor:
     """`quantize` to a `CodeFormat`; `options` are its other arguments.
 
     Raises:
@@ -82,7 +82,7 @@ def _stored(scale: Any, form: CodeFormat) -> Any:
     return jnp.where(jnp.isfinite(scale), power + 127, 255).astype(jnp.uint8)
 
 
-def _nearest(y: AnyArray, levels: np.ndarray) -> Any:
+def _nearest(y: AnyArray, levels: np.ndarray) -> jax.Array:
     """The code of the nearest level to each number, the smaller of two as near; NaN has some code."""
     order = np.argsort(levels)
     ordered = levels[order].astype(np.float64)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -24,8 +23,8 @@ def rounded(
     form: Format,
     axis: int | None,
     block_size: int | None,
-    magnitude: Callable[[Any, int | None], Any],
-    noise: Callable[[Any], Any] | None,
+    magnitude: Callable[[AnyArray, int | None], AnyArray],
+    noise: Callable[[AnyArray], AnyArray] | None,
 ) -> tuple[AnyArray, AnyArray]:
     """(values, scales) of a `QTensor`.
 

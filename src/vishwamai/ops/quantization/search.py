@@ -74,7 +74,7 @@ def searched(
     largest = jnp.max(jnp.abs(blocks), axis=along, keepdims=True)
     most = jnp.where(jnp.max(blocks, axis=along, keepdims=True) == largest, largest, -largest)  # with its sign
 
-    def fitted(inverse: Any) -> tuple[Any, Any]:
+    def fitted(inverse: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The best scale for the numbers that an inverse scale gives, and by how much it lessens the error."""
         q = jnp.clip(jnp.round(blocks * inverse), low, high)
         product = jnp.sum(weights * blocks * q, axis=along, keepdims=True)
@@ -113,10 +113,10 @@ def _with_zeros(blocks: Any, weights: Any, present: Any, along: int, dtype: str,
     def total(terms: Any) -> Any:
         return jnp.sum(terms, axis=along, keepdims=True)
 
-    def divided(a: Any, b: Any) -> Any:
+    def divided(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
-    def numbers(scale: object, zero: Any) -> Any:
+    def numbers(scale: jax.Array, zero: Any) -> Any:
         return jnp.clip(jnp.round(divided(blocks, scale) + zero), 0, levels)
 
     least = jnp.min(jnp.where(present, blocks, 0), axis=along, keepdims=True, initial=0)  # a zero point stands for 0

@@ -46,7 +46,7 @@ def apply_rope(
     *,
     cache: RotaryCache | None = None,
     theta: float = DEFAULT_THETA,
-    scaling: RopeScaling | Mapping[str, Any] | None = None,
+    scaling: RopeScaling | Mapping[str, object] | None = None,
     rotary_dim: int | None = None,
     interleaved: bool = False,
     layout: str = "bhsd",
@@ -62,7 +62,7 @@ def apply_rope(
     *,
     cache: RotaryCache | None = None,
     theta: float = DEFAULT_THETA,
-    scaling: RopeScaling | Mapping[str, Any] | None = None,
+    scaling: RopeScaling | Mapping[str, object] | None = None,
     rotary_dim: int | None = None,
     interleaved: bool = False,
     layout: str = "bhsd",
@@ -78,7 +78,7 @@ def apply_rope(
     *,
     cache: RotaryCache | None = None,
     theta: float = DEFAULT_THETA,
-    scaling: RopeScaling | Mapping[str, Any] | None = None,
+    scaling: RopeScaling | Mapping[str, object] | None = None,
     rotary_dim: int | None = None,
     interleaved: bool = False,
     layout: str = "bhsd",
@@ -166,7 +166,7 @@ def apply_rope(
 
 
 def _frequencies(
-    cache: object, head_dim: int, theta: float, scaling: Any, rotary_dim: Any
+    cache: object, head_dim: int, theta: float, scaling: object, rotary_dim: object
 ) -> tuple[RopeScaling, int, float]:
     """The scaling, the number of rotated features and the base: the cache's, or the caller's."""
     if cache is None:

@@ -31,7 +31,7 @@ def _case(
     key: tuple[int, ...] | None = None,
     positions: tuple[int, ...] | None = None,
     tags: tuple[str, ...] = ("contract",),
-    **options: Any,
+    **options: object,
 ) -> Case:
     arrays = {"query": ArrayInit(query, dtype)}
     if key is not None:

@@ -149,7 +149,7 @@ def needs_separate_calls(query: Any, key: Any, layout: str) -> bool:
 
 
 @described
-def check(query: ArraySpec, key: ArraySpec | None, layout: Any) -> None:
+def check(query: ArraySpec, key: ArraySpec | None, layout: object) -> None:
     """Checks the arrays that are to be rotated against each other.
 
     Raises:

@@ -18,6 +18,7 @@ import numpy as np
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.spec import as_jax_dtype
+from vishwamai.core.types import PyTree
 from vishwamai.ops.rope.scaling import MRopeScaling, NtkScaling, RopeScaling, parse_scaling
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class RotaryCache:
         head_dim: int,
         max_positions: int,
         theta: float = DEFAULT_THETA,
-        scaling: RopeScaling | Mapping[str, Any] | None = None,
+        scaling: RopeScaling | Mapping[str, object] | None = None,
         rotary_dim: int | None = None,
         dtype: DTypeLike = jnp.float32,
     ):
@@ -143,12 +144,12 @@ class RotaryCache:
         self.cos, self.sin = tables(positions, rotary_dim, theta, plain, jnp.dtype(dtype), max_positions)
         self.head_dim, self.theta, self.scaling, self.rotary_dim = head_dim, theta, scaling, rotary_dim
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+    def tree_flatten_with_keys(self) -> tuple[PyTree, PyTree]:
         keys = (jax.tree_util.GetAttrKey("cos"), self.cos), (jax.tree_util.GetAttrKey("sin"), self.sin)
         return keys, (self.head_dim, self.theta, self.scaling, self.rotary_dim)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, arrays: Any) -> RotaryCache:
+    def tree_unflatten(cls, static: PyTree, arrays: PyTree) -> RotaryCache:
         cache = object.__new__(cls)
         cache.cos, cache.sin = arrays
         cache.head_dim, cache.theta, cache.scaling, cache.rotary_dim = static
@@ -221,7 +222,7 @@ def check_frequencies(
 
 
 def _of_dictionary(
-    name: str, head_dim: int, theta: object, scaling: Mapping[str, object], rotary_dim: Any
+    name: str, head_dim: int, theta: object, scaling: Mapping[str, object], rotary_dim: object
 ) -> tuple[Any, Any]:
     """theta and rotary_dim, where the dictionary states them and the caller does not say otherwise."""
     base, share = scaling.get("rope_theta"), scaling.get("partial_rotary_factor")

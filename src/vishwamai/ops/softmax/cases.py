@@ -9,7 +9,12 @@ from vishwamai.ops.softmax.api import log_softmax, softmax
 
 
 def _case(
-    name: str, call: Any, shape: tuple[int, ...], dtype: str, tags: tuple[str, ...] = ("contract",), **options: Any
+    name: str,
+    call: Any,
+    shape: tuple[int, ...],
+    dtype: str,
+    tags: tuple[str, ...] = ("contract",),
+    **options: Any,
 ) -> Case:
     # Logits of standard deviation 3: neither uniform nor one-hot.
     return Case(name, "softmax", call, {"x": ArrayInit(shape, dtype, scale=3.0)}, options, frozenset(tags))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +35,7 @@ SPARSE: Op[SparseSpec] = Op("block_sparse_matmul", (PALLAS_TPU, TRITON, NATIVE, 
 def block_sparse_matmul(
     dense: Float[Array, "*batch rows"],
     values: Float[Array, "blocks block_rows block_columns"],
-    indices: Int[Array | np.ndarray, "blocks 2"] | tuple[Any, Any],
+    indices: Int[Array | np.ndarray, "blocks 2"] | tuple[object, object],
     *,
     shape: tuple[int, int] | None = None,
     transpose: bool = False,

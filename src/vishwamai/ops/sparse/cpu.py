@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from vishwamai.core import ffi
 from vishwamai.core.op import Implementation
@@ -23,7 +22,7 @@ def notes(spec: SparseSpec, target: Target) -> tuple[str, ...]:
     return ("float16 is computed through float32 copies",) if spec.operands.dense.dtype == jnp.float16 else ()
 
 
-def _storage(spec: SparseSpec) -> Any:
+def _storage(spec: SparseSpec) -> DTypeLike:
     dtype = spec.operands.dense.dtype
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
 

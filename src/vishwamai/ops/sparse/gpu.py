@@ -9,7 +9,7 @@ block.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vishwamai.core import gpu
 from vishwamai.core.op import Implementation
@@ -17,6 +17,9 @@ from vishwamai.core.target import Target
 from vishwamai.core.tiles import Tiles, size, stage_count, warp_count
 from vishwamai.core.types import AnyArray
 from vishwamai.ops.sparse.spec import Operands, Outputs, SparseSpec
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ARRANGE, PRODUCT, VALUES_GRADIENT = (
     gpu.TritonKernel("vishwamai.ops.sparse.gpu_kernels", name) for name in ("arrange", "product", "values_gradient")
@@ -94,7 +97,7 @@ def _tile(n: int) -> int:
     return max(16, gpu.next_power_of_2(n))
 
 
-def _aligned(columns: int, dtype: Any) -> bool:
+def _aligned(columns: int, dtype: np.dtype) -> bool:
     """Whether the copy engine takes rows of that many elements: whole 16 bytes."""
     return columns * dtype.itemsize % 16 == 0
 
@@ -163,11 +166,13 @@ def product(
     return out
 
 
-def _precision(dtype: Any) -> str | None:
+def _precision(dtype: np.dtype) -> str | None:
     return "tf32x3" if dtype.itemsize == 4 else None
 
 
-def values_gradient(spec: SparseSpec, config: SparseGpuConfig, left: Any, right: object, indices: Any) -> Any:
+def values_gradient(
+    spec: SparseSpec, config: SparseGpuConfig, left: AnyArray, right: object, indices: AnyArray
+) -> AnyArray:
     """`[G or 1, blocks, block_rows, block_columns]` from left `[G, M, rows]` and right `[G, M, columns]`."""
     values = spec.operands.values
     groups, m = left.shape[:2]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from vishwamai.ops.attention.op import ATTENTION
 from vishwamai.ops.attention.spec import AttentionSpec, Operands, Outputs
 
 
-def merged_over(axes: object, out: Any, lse: Any, sinks: AnyArray = None) -> tuple[Any, Any]:
+def merged_over(axes: object, out: jax.Array, lse: jax.Array, sinks: AnyArray = None) -> tuple[jax.Array, jax.Array]:
     """(out, logsumexp) over the keys of all devices of `axes`, from those over each device's own; inside `shard_map`.
 
     Args:

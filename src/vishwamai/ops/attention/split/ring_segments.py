@@ -7,7 +7,7 @@ because they are asked for a hop ahead. In a hop that others need, a device that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ class Reach(NamedTuple):
       last: the last hop in which any device does, the same on all of them; None without segments.
     """
 
-    sees: Any = None
-    last: Any = None
+    sees: jax.Array | None = None
+    last: jax.Array | None = None
 
     def hop(self, i: int, make: Callable[..., object], *state: object) -> PyTree:
         """`make(*state)`, or the state as it is where hop `i` is not made. The first one always is: sinks enter in
@@ -38,13 +38,13 @@ class Reach(NamedTuple):
             return make(*state)
         return jax.lax.cond(self.last >= i, make, lambda *state: state, *state)
 
-    def seen(self, i: int, compute: Callable[..., object], *values: Any) -> PyTree:
+    def seen(self, i: int, compute: Callable[..., object], *values: object) -> PyTree:
         """`compute(*values)`, or the first value where this device sees nothing in hop `i`."""
         if i == 0 or self.sees is None:
             return compute(*values)
         return jax.lax.cond(self.sees[i], compute, lambda *values: values[0], *values)
 
-    def at_last(self, ways: Sequence[Callable[[Any], object]], x: AnyArray) -> PyTree:
+    def at_last(self, ways: Sequence[Callable[[AnyArray], object]], x: AnyArray) -> PyTree:
         """The way of the last hop that was made, one of those for each hop."""
         return ways[-1](x) if self.last is None else jax.lax.switch(self.last, ways, x)
 
@@ -69,7 +69,7 @@ def reach_of(ring: Ring, operands: Operands) -> Reach:
     return Reach(sees, jax.lax.pmax(last, _everyone(ring, operands.q_segment_ids)))
 
 
-def _ranges(ids: Any, halves: int) -> PyTree:
+def _ranges(ids: jax.Array, halves: int) -> PyTree:
     """`[2, halves, batch]`, the smallest and the largest id of each half."""
     limits = jnp.iinfo(ids.dtype)
     parts = jnp.split(ids, halves, axis=1)

@@ -254,7 +254,7 @@ def _axes(signature: Signature, spec: AttentionSpec, arrays: Operands, with_quer
     """
     axes = signature.axes(spec, arrays, ATTENTION.split(spec, False))
 
-    def renamed(name: str, factors: Any) -> Any:
+    def renamed(name: str, factors: Any) -> PyTree:
         if factors is None:
             return None
         if not with_query:
@@ -262,7 +262,7 @@ def _axes(signature: Signature, spec: AttentionSpec, arrays: Operands, with_quer
         split = {"q_len", "kv_len"} if name in ("key", "value", "kv_segment_ids") else {"q_len"}
         return tuple(_SPLIT if factor in split else None if factor == "kv_len" else factor for factor in factors)
 
-    def all_of(tree: PyTree) -> Any:
+    def all_of(tree: PyTree) -> PyTree:
         return type(tree)(*(renamed(name, factors) for name, factors in tree._asdict().items()))
 
     merged = frozenset() if with_query else frozenset({_SPLIT})

@@ -44,9 +44,9 @@ class SplitAttentionEstimate:
 
 @checks_its_own("window")
 def estimate_split_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: object,
+    key: object,
+    value: object,
     links: AxisLinks,
     *,
     causal: bool = False,

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from vishwamai.core.arguments import check_instances, checked, checks_its_own, described
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.links import AxisLinks, estimate_collective
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import AnyArray, PyTree
 
 
 @checks_its_own("order")
@@ -102,7 +102,7 @@ class PlacementChange:
 
 @checked
 def place_experts(
-    counts: Any, placement: ExpertPlacement | int, *, expert_bytes: int = 0, links: AxisLinks | None = None
+    counts: object, placement: ExpertPlacement | int, *, expert_bytes: int = 0, links: AxisLinks | None = None
 ) -> PlacementChange:
     """The placement that evens the measured loads of experts out.
 
@@ -166,7 +166,7 @@ def _best_swap(load: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]] | No
     return (full, i), (device, j)
 
 
-def move_experts(tree: object, old: ExpertPlacement, new: ExpertPlacement) -> Any:
+def move_experts(tree: object, old: ExpertPlacement, new: ExpertPlacement) -> PyTree:
     """The arrays `[experts, ...]` of a tree, of weights or moments, from one placement to another, bit for bit.
 
     Of an array that is split along its first axis over the devices of this process, experts travel from device to
@@ -184,7 +184,7 @@ def move_experts(tree: object, old: ExpertPlacement, new: ExpertPlacement) -> An
             raise ShapeError(f"move_experts: `{name}` is {described(value)}; pass placements of the same experts.")
     source = old.places[list(new.order)]  # the old place of what each new place holds
 
-    def move(x: AnyArray) -> Any:
+    def move(x: AnyArray) -> jax.Array:
         if not isinstance(x, (jax.Array, np.ndarray)):
             raise ShapeError(f"move_experts: a leaf of `tree` is {described(x)}; pass a pytree of arrays.")
         if not x.ndim or x.shape[0] != len(source):
