@@ -89,6 +89,14 @@ def cpu_seconds(code):
     return float(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
 
 
+def test_a_locale_without_utf8_escapes_what_it_cannot_write():
+    code = "import sys\nfrom vishwamai import cli\ncli._status = lambda words: print('\\u00e9 \\u4e2d')\n"
+    code += "sys.exit(cli.main())"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert answer.stdout == "\\xe9 \\u4e2d\n"
+
+
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_is_quick(command):
     """0.3 s of CPU time, in one of five tries: another process on the core only adds to it."""

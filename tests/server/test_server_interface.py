@@ -231,6 +231,36 @@ def test_a_forced_call_is_written_with_the_tokens_of_the_marks(client, stream):
         assert json.loads("".join(call.function.arguments for call in calls))["unit"] in ("C", "F")
 
 
+def test_a_choice_among_some_tools(client):
+    other = TOOL | {"function": TOOL["function"] | {"name": "other"}}
+    ask = {"model": "qwen", "messages": USER, "tools": [other, TOOL], "max_tokens": 60}
+    some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    answer = client.chat.completions.create(**ask, tool_choice={"type": "allowed_tools", "allowed_tools": some})
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["weather"]
+    answer = client.chat.completions.create(**{**ask, "tools": [TOOL]}, tool_choice="any")
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["weather"]
+    functions = [{"type": "function", **tool["function"]} for tool in (other, TOOL)]
+    some = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    answer = client.responses.create(
+        model="qwen", input="a", tools=functions, tool_choice=some, max_output_tokens=60, reasoning={"effort": "none"}
+    )
+    assert [item.name for item in answer.output if item.type == "function_call"] == ["weather"]
+    with pytest.raises(openai.BadRequestError, match="tool that `tools` lacks"):
+        some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "absent"}}]}
+        client.chat.completions.create(**ask, tool_choice={"type": "allowed_tools", "allowed_tools": some})
+
+
+def test_a_refusal_of_an_earlier_turn_is_a_text(client):
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]}
+    text = {"role": "assistant", "content": [{"type": "text", "text": "I cannot."}]}
+    ask = {"model": "qwen", "max_tokens": 1}
+    counts = [
+        client.chat.completions.create(**ask, messages=[*USER, turn, *USER]).usage.prompt_tokens
+        for turn in (refusal, text)
+    ]
+    assert counts[0] == counts[1]
+
+
 def test_the_older_form_of_a_call(client):
     function = {"name": "weather", "parameters": PARAMETERS}
     ask = {"model": "qwen", "functions": [function], "function_call": {"name": "weather"}, "max_tokens": 60}

@@ -103,6 +103,30 @@ def test_arguments_come_before_a_call_ends():
         assert read(reader, reader.start, text)[1] == [("call", "write"), ("arguments", '{"text": "a long')]
 
 
+TYPED = {  # what a model writes of an argument, its schema, and the value
+    "optional text": ("007", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "007"),
+    "no text": ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+    "types": ("true", {"type": ["string", "null"]}, "true"),
+    "text or number": ("1.5", {"type": ["string", "number"]}, 1.5),
+    "nullable": ("12", {"nullable": True, "allOf": [{"type": "string"}]}, "12"),
+    "reference": ("5", {"$ref": "#/$defs/Level"}, "5"),
+    "lists": ("[1]", {"anyOf": [{"type": "string"}, {"type": "array"}]}, [1]),
+    "number": ("12", {"type": "integer"}, 12),
+    "no schema": ("12", {}, 12),
+    "circle": ("12", {"$ref": "#/$defs/Circle"}, 12),
+}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_a_value_has_a_type_of_its_schema(name):
+    """As pydantic writes `str | None`: a text that looks like a number stays a text."""
+    text, kind, expected = TYPED[name]
+    defs = {"Level": {"type": "string", "enum": ["1", "5"]}, "Circle": {"anyOf": [{"$ref": "#/$defs/Circle"}]}}
+    reader = Reader("qwen3_coder", tools={"f": {"properties": {"a": kind}, "$defs": defs}})
+    _, events = read(reader, reader.start, f"<tool_call><function=f>\n<parameter=a>\n{text}\n</parameter>", last=True)
+    assert json.loads(events[-1].text) == {"a": expected}
+
+
 @given(text=st.text(st.sampled_from('<>{}[]()"\\=:, \nab1|｜▁'), max_size=60), form=st.sampled_from(sorted(FORMS)))
 def test_any_text_is_read_to_its_end(text, form):
     reader = Reader(form, "think", tools={"a": {}})

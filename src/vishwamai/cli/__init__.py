@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import logging
 import os
 import sys
@@ -127,6 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _status(list(arguments))
     share_threads()
+    for stream in (sys.stdout, sys.stderr):  # None where it is closed
+        if isinstance(stream, io.TextIOWrapper):  # a locale without UTF-8 has no bytes for what a model may write
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _status(sys.argv[1:])
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -111,7 +112,8 @@ def read_pair(reader: Reader, state: State, last: bool) -> Move:
     if position >= 0 or last:
         value = text if position < 0 else text[:position].removesuffix(pad)
         rest = "" if position < 0 else text[position + len(end) :]
-        event = Event("arguments", _escaped(value) + '"' if state.quoted else _json_of(value))
+        types = _types_of(reader.tools.get(state.name), state.key)
+        event = Event("arguments", _escaped(value) + '"' if state.quoted else _json_of(value, types))
         return state.to("pairs", rest, fresh=False), (event,)
     if not state.quoted:
         return None
@@ -126,7 +128,47 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _json_of(text: str) -> str:
-    """A value that is JSON, or else the text that it is."""
+def _json_of(text: str, types: frozenset[str]) -> str:
+    """A value that is JSON, or else the text that it is.
+
+    Args:
+      text: value as the model writes it.
+      types: names of its types by the schema of the function. Where a text is among them, JSON of a type that is not
+        is a text: 007 of a number or none.
+    """
     value = as_json(text, ('"', "'"))
-    return json.dumps(text, ensure_ascii=False) if value is None else value
+    if value is None or ("string" in types and not _TYPES[type(json.loads(value))] & types):
+        return json.dumps(text, ensure_ascii=False)
+    return value
+
+
+_TYPES: Mapping[type, frozenset[str]] = {
+    str: frozenset({"string"}),
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+    type(None): frozenset({"null"}),
+}
+"""JSON Schema's names of the types of values."""
+
+
+def _types_of(schema: object, key: str) -> frozenset[str]:
+    """The types of an argument, by the names of JSON Schema; none where the schema of its function does not say."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    kinds = [properties.get(key)] if isinstance(properties, Mapping) else []
+    types: set[str] = set()
+    for kind in itertools.islice(kinds, 64):
+        if not isinstance(kind, Mapping):
+            continue
+        named = kind.get("type")
+        types.update(name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str))
+        types.update(["null"] if kind.get("nullable") is True else ())
+        for word in ("anyOf", "oneOf", "allOf"):
+            kinds += kind[word] if isinstance(kind.get(word), list) else []
+        path = str(kind.get("$ref", "")).removeprefix("#/").split("/")
+        if isinstance(schema, Mapping) and len(path) == 2:  # of a definition at the root of the schema
+            definitions = schema.get(path[0])
+            kinds.append(definitions.get(path[1]) if isinstance(definitions, Mapping) else None)
+    return frozenset(types)

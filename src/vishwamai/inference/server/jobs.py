@@ -16,6 +16,7 @@ from vishwamai.inference.scoring import Scorer
 from vishwamai.inference.server import forms, schema, tools
 from vishwamai.inference.server.errors import HttpError, declined
 from vishwamai.inference.server.job import GrammarSource, Job
+from vishwamai.inference.server.older_forms import current
 from vishwamai.inference.server.options import length_penalty_of, processors_of
 from vishwamai.inference.server.pieces import Pieces
 from vishwamai.inference.server.reading import Reader
@@ -149,7 +150,7 @@ class Jobs:
                 once(f"the calls of this model stay text: {FORM_HELP}")
         thinking = self.settings.reasoning_parser or forms.thinking_of(program)
         thinking = None if thinking == "none" else thinking
-        messages = [_current(message.model_dump(exclude_unset=True)) for message in body.messages]
+        messages = [current(message.model_dump(exclude_unset=True)) for message in body.messages]
         thinks = body.thinks
         values = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
         values |= body.chat_template_kwargs or {}
@@ -361,16 +362,6 @@ def _characters(value: Sequence[Message]) -> int:
     parts = (part for entries in lists if isinstance(entries, Iterable) for part in entries)
     texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
     return sum(len(text) for text in texts if isinstance(text, str))
-
-
-def _current(message: dict[str, object]) -> dict[str, object]:
-    """A message in today's form: OpenAI's older one has `function_call`, and results of role "function"."""
-    call = message.pop("function_call", None)
-    if call is not None and not message.get("tool_calls"):
-        message["tool_calls"] = [{"type": "function", "id": "call_0", "function": call}]
-    if message["role"] == "function":
-        message |= {"role": "tool", "tool_call_id": "call_0"}
-    return message
 
 
 @functools.lru_cache(maxsize=4096)

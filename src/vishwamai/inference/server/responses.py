@@ -45,6 +45,12 @@ class NamedTool(schema.Named):
     type: Literal["function"]
 
 
+class SomeTools(schema.Allowed):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+
+
 class Body(schema.Open):
     """A body of /v1/responses."""
 
@@ -56,7 +62,7 @@ class Body(schema.Open):
     top_p: float | None = None
     stream: bool | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | SomeTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -86,8 +92,12 @@ def as_chat(body: Body) -> schema.Chat:
         offers = [tool.model_dump(include={"name", "description", "parameters", "strict"}) for tool in body.tools]
         chat["tools"] = [{"type": "function", "function": offer} for offer in offers]
     choice = body.tool_choice
-    named = isinstance(choice, NamedTool)
-    chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice
+    if isinstance(choice, SomeTools):
+        some = {"mode": choice.mode, "tools": [{"name": name} for name in sorted(choice.names)]}
+        chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": some}
+    else:
+        named = isinstance(choice, NamedTool)
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice
     form = None if body.text is None else body.text.format
     if form is not None and form.type != "text":
         chat["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}

@@ -52,8 +52,7 @@ class JsonSchema(Open):
 class ResponseFormat(Open):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
-    """llama.cpp's place of the schema, next to either type of JSON."""
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None  # llama.cpp's place of it
 
 
 class StructuredOutputs(Open):
@@ -272,6 +271,21 @@ class NamedTool(Open):
     function: Named
 
 
+class Allowed(Open):
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool | Named], Field(fail_fast=True, min_length=1, max_length=128)]
+
+    @property
+    def names(self) -> set[str]:
+        """The functions that may be called."""
+        return {tool.function.name if isinstance(tool, NamedTool) else tool.name for tool in self.tools}
+
+
+class AllowedTools(Open):
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 class Chat(Common):
     """A body of /v1/chat/completions."""
 
@@ -280,7 +294,7 @@ class Chat(Common):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required", "any"] | NamedTool | AllowedTools | None = None
     functions: Annotated[list[Function], Field(fail_fast=True, max_length=128)] | None = None
     function_call: Literal["none", "auto"] | Named | None = None
     parallel_tool_calls: bool | None = None
@@ -314,12 +328,19 @@ class Chat(Common):
     @property
     def offers(self) -> list[Function]:
         """The functions that may be called; `functions` is the older form of `tools`."""
-        return [tool.function for tool in self.tools or ()] or list(self.functions or ())
+        offers = [tool.function for tool in self.tools or ()] or list(self.functions or ())
+        if not isinstance(self.tool_choice, AllowedTools):
+            return offers
+        return [offer for offer in offers if offer.name in self.tool_choice.allowed_tools.names]
 
     @property
     def choice(self) -> str | Named:
         """ "none", "auto", "required", or the function that is to be called."""
         choice = self.tool_choice or self.function_call or "auto"
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode
+        if choice == "any":  # Mistral's word
+            return "required"
         return choice.function if isinstance(choice, NamedTool) else choice
 
 
