@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from vishwamai.bench import numbers
 from vishwamai.bench.gradient import gradient_case, gradient_peer, restored
@@ -21,6 +22,7 @@ from vishwamai.core.cases import Case
 from vishwamai.core.config import ambient_target
 from vishwamai.core.errors import FallbackWarning
 from vishwamai.core.op import Implementation
+from vishwamai.core.types import PyTree
 from vishwamai.ops.catalogue import Operation, specs_of
 
 
@@ -52,7 +54,7 @@ class TooLarge(Exception):
     """A program's own plan says that it would not fit."""
 
 
-def _compiled(function: Callable[..., object], arguments: Any) -> tuple[Callable[[], Any], int]:
+def _compiled(function: Callable[..., object], arguments: tuple[object, ...]) -> tuple[Callable[[], PyTree], int]:
     """(the call, bytes that it takes) of a program compiled for the default device, arguments in place."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
@@ -80,7 +82,7 @@ def theirs(peer: Peer, case: Case, gradients: bool, device: str = "cpu") -> Cont
     """A peer; `case` is the one without gradients, `device` where torch computes it."""
     run = gradient_peer(peer, case) if gradients else peer
 
-    def restore(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def restore(outputs: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         return restored(peer, case, outputs) if gradients else (peer.restore(outputs[0]), *outputs[1:])
 
     def build(arrays: Arrays) -> Any:
@@ -97,17 +99,17 @@ def theirs(peer: Peer, case: Case, gradients: bool, device: str = "cpu") -> Cont
     return Contestant(peer.name, peer.framework, None, False, build, peer.checked)
 
 
-def _torch_call(peer: Peer, arguments: tuple[Any, ...], gradients: bool) -> Callable[[], Any]:
+def _torch_call(peer: Peer, arguments: tuple[object, ...], gradients: bool) -> Callable[[], PyTree]:
     import torch
 
-    def call() -> Any:
+    def call() -> PyTree:
         with contextlib.nullcontext() if gradients else torch.inference_mode():
             return peer.call(*arguments)
 
     return call
 
 
-def _torch_arrays(result: object) -> tuple[Any, ...]:
+def _torch_arrays(result: PyTree) -> tuple[np.ndarray, ...]:
     return tuple(from_torch(x) for x in (result if isinstance(result, tuple) else (result,)))
 
 

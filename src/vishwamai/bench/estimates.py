@@ -16,6 +16,7 @@ from vishwamai.aot import Inspection, KernelSchedule, inspect_many
 from vishwamai.aot.schedule.times import TOP
 from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.hardware import TPUS
+from vishwamai.core.types import PyTree
 
 OURS = "vishwamai"
 MOVES = re.compile(r"copy|transpose|reshape|pad|bitcast|slice|concatenate")
@@ -33,12 +34,12 @@ def parser(doc: str | None, targets: Iterable[str] = TPUS, **choices: Iterable[s
     return arguments_parser
 
 
-def with_gradient(call: Callable[..., Any], outputs: bool = False) -> Callable[..., Any]:
+def with_gradient(call: Callable[..., PyTree], outputs: bool = False) -> Callable[..., PyTree]:
     """The program of forward and backward pass together: of the arrays and a cotangent; `outputs`: it returns the
     forward's result, too.
     """
 
-    def run(*arguments: object, **how: object) -> Any:
+    def run(*arguments: object, **how: object) -> PyTree:
         *arrays, cotangent = arguments
         y, pull = jax.vjp(lambda *arrays: call(*arrays, **how), *arrays)
         gradients = pull(cotangent)

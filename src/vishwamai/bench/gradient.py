@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,10 @@ import numpy as np
 
 from vishwamai.bench.subject import Arrays, Peer
 from vishwamai.core.cases import ArrayInit, Case
+from vishwamai.core.types import AnyArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _COTANGENT = "cotangent_"
 
@@ -41,11 +45,11 @@ def gradient_case(case: Case) -> Case | None:
     cotangents = {f"{_COTANGENT}{i}": ArrayInit(x.shape, x.dtype.name) for i, x in enumerate(results)}
     names = case.differentiable
 
-    def call(**values: Any) -> tuple[Any, ...]:
+    def call(**values: Any) -> tuple[AnyArray, ...]:
         outer = {name: values.pop(name) for name in cotangents}
         arrays = {name: jnp.asarray(values.pop(name)) for name in case.arrays}
 
-        def leaves(floats: Mapping[str, object]) -> list[Any]:
+        def leaves(floats: Mapping[str, object]) -> list[jax.Array]:
             return jax.tree.leaves(case.call(**{**arrays, **floats}, **values))
 
         outputs, pull = jax.vjp(leaves, {name: arrays[name] for name in names})
@@ -75,7 +79,7 @@ def gradient_peer(peer: Peer, case: Case) -> Peer:
     positions = [peer.arguments.index(name) for name in case.differentiable]
     count = len(jax.tree.leaves(jax.eval_shape(lambda arrays: case.run(arrays), case.shapes())))
 
-    def prepare(arrays: Arrays) -> tuple[Any, ...]:
+    def prepare(arrays: Arrays) -> tuple[object, ...]:
         cotangents = [peer.restore(arrays[f"{_COTANGENT}{i}"]) for i in range(count)]
         if peer.framework == "torch":
             from vishwamai.bench.subject import to_torch
@@ -95,11 +99,11 @@ def restored(peer: Peer, case: Case, gradients: tuple[np.ndarray, ...]) -> tuple
     return tuple(peer.restore(x) if name in peer.laid_out else x for name, x in pairs)
 
 
-def _jax(peer: Peer, positions: list[int]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> tuple[Any, ...]:
+def _jax(peer: Peer, positions: list[int]) -> Callable[..., tuple[jax.Array, ...]]:
+    def call(*arguments: Any) -> tuple[AnyArray, ...]:
         *inputs, cotangents = arguments
 
-        def leaves(floats: list[Any]) -> list[Any]:
+        def leaves(floats: list[jax.Array]) -> list[jax.Array]:
             replaced = list(inputs)
             for i, x in zip(positions, floats, strict=True):
                 replaced[i] = x
@@ -111,8 +115,8 @@ def _jax(peer: Peer, positions: list[int]) -> Callable[..., Any]:
     return call
 
 
-def _torch(peer: Peer, positions: list[int]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> tuple[Any, ...]:
+def _torch(peer: Peer, positions: list[int]) -> Callable[..., tuple[Tensor, ...]]:
+    def call(*arguments: Any) -> tuple[AnyArray, ...]:
         import torch
 
         *inputs, cotangents = arguments

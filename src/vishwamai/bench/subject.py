@@ -12,12 +12,16 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from vishwamai.core.cases import Case
+from vishwamai.core.types import PyTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Arrays = dict[str, Any]
 
@@ -39,9 +43,9 @@ class Peer:
 
     name: str
     framework: str
-    prepare: Callable[[Arrays], tuple[Any, ...]]
-    call: Callable[..., Any]
-    restore: Callable[[Any], Any] = lambda result: result
+    prepare: Callable[[Arrays], tuple[object, ...]]
+    call: Callable[..., PyTree]
+    restore: Callable[[PyTree], PyTree] = lambda result: result
     arguments: tuple[str, ...] = ()
     laid_out: frozenset[str] = frozenset()
     checked: bool = True
@@ -146,7 +150,7 @@ def torch_peer(name: str, case: Case, call: Callable[..., object], **how: Any) -
     """A peer that takes the case's arrays as tensors, in their order."""
     names = tuple(case.arrays)
 
-    def prepare(arrays: Arrays) -> tuple[Any, ...]:
+    def prepare(arrays: Arrays) -> tuple[object, ...]:
         return tuple(to_torch(arrays[n]) for n in names)
 
     return Peer(name, "torch", prepare, call, arguments=names, **how)
@@ -172,7 +176,7 @@ def ours_in_torch(case: Case, call: Callable[..., object] | None = None) -> Peer
     if not open_ended and not {*names, *rest} <= set(parameters):
         return None
 
-    def prepare(arrays: Arrays) -> tuple[Any, ...]:
+    def prepare(arrays: Arrays) -> tuple[object, ...]:
         return tuple(jax.tree.map(to_torch, {**case.options, **arrays}[name]) for name in names)
 
     return Peer(
@@ -219,7 +223,7 @@ def fewer_rows(case: Case, share: float, names: Sequence[str]) -> Case | None:
     return resized(case, axes, f"cut to {new} of {rows} tokens")
 
 
-def to_torch(x: np.ndarray) -> Any:
+def to_torch(x: np.ndarray) -> Tensor:
     """A NumPy array (bfloat16 included) as a torch tensor that shares its memory."""
     import torch
 
@@ -231,7 +235,7 @@ def to_torch(x: np.ndarray) -> Any:
     return torch.from_numpy(x)
 
 
-def from_torch(x: Any) -> np.ndarray:
+def from_torch(x: Tensor) -> np.ndarray:
     """A torch tensor as a NumPy array; bfloat16 becomes float32, exactly."""
     x = x.detach().cpu()
     return (x.float() if x.is_floating_point() and x.dtype.itemsize <= 2 else x).numpy()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,13 @@ from vishwamai.bench.subject import (
 from vishwamai.core.cases import Case
 from vishwamai.core.dropout import seeds
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _ROWS = 256
 
 
-def _jax(case: Case) -> Any:
+def _jax(case: Case) -> Callable[[jax.Array], jax.Array]:
     if case.call.__name__ == "silu":
         return jax.nn.silu
     if case.call.__name__ == "relu2":
@@ -34,8 +38,8 @@ def _jax(case: Case) -> Any:
     return lambda x: jax.nn.gelu(x, approximate=case.options.get("approximate", False))
 
 
-def _torch(case: Case) -> Any:
-    def call(x: Any, *key: Any) -> Any:
+def _torch(case: Case) -> Callable[..., Tensor]:
+    def call(x: Tensor, *key: Tensor) -> Tensor:
         import torch.nn.functional as F
 
         if case.call.__name__ == "silu":
@@ -65,7 +69,7 @@ class _Activation(Subject):
         ours = ours_in_torch(case, lambda x, key, **options: fused_gelu_dropout(x, seed=key, **options))
         assert ours is not None
 
-        def prepare(arrays: Arrays) -> tuple[Any, ...]:
+        def prepare(arrays: Arrays) -> tuple[object, ...]:
             """With the seeds that JAX draws of the key."""
             bits = seeds(jax.random.wrap_key_data(arrays["key"]), 1, 1)
             return ours.prepare({**arrays, "key": np.asarray(bits, np.int64).reshape(2)})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -18,6 +18,9 @@ import numpy as np
 from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, halvings, ours_in_torch, resized, to_torch
 from vishwamai.core.cases import ArrayInit, Case
 from vishwamai.ops.attention import flash_attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROWS = 64
 _LAID_OUT = frozenset({"query", "key", "value"})
@@ -181,15 +184,19 @@ class _Attention(Subject):
 
 def _jax_peer(case: Case) -> Peer:
     """jax.nn keeps heads behind the sequence; the arrays are laid out for it beforehand."""
-    swap: Callable[[Any], Any] = (lambda x: x) if _heads_axis(case) == 2 else (lambda x: np.swapaxes(x, 1, 2))
+    swap: Callable[[np.ndarray], np.ndarray] = (
+        (lambda x: x) if _heads_axis(case) == 2 else (lambda x: np.swapaxes(x, 1, 2))
+    )
     options = case.options
     window = options.get("window")
 
-    def prepare(arrays: Arrays) -> tuple[Any, ...]:
+    def prepare(arrays: Arrays) -> tuple[object, ...]:
         query, key, value = (np.ascontiguousarray(swap(arrays[name])) for name in ("query", "key", "value"))
         return query, key, value, arrays.get("bias"), arrays.get("mask")
 
-    def attention(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> Any:
+    def attention(
+        query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, mask: jax.Array | None
+    ) -> jax.Array:
         return jax.nn.dot_product_attention(
             query,
             key,
@@ -211,7 +218,7 @@ def _torch_peer(case: Case) -> Peer:
     written_out = {"window", "block_mask"} & set(options) or "mask" in case.arrays
     grouped = case.arrays["query"].shape[_heads_axis(case)] != case.arrays["key"].shape[_heads_axis(case)]
 
-    def prepare(arrays: Arrays) -> tuple[Any, ...]:
+    def prepare(arrays: Arrays) -> tuple[object, ...]:
         import torch
 
         tensors = [to_torch(arrays[name]) for name in ("query", "key", "value")]
@@ -224,7 +231,7 @@ def _torch_peer(case: Case) -> Peer:
             mask = torch.from_numpy(parts[0] if len(parts) == 1 else parts[0] & parts[1])
         return (*tensors, mask)
 
-    def attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         import torch.nn.functional as F
 
         causal = options.get("causal", False) and mask is None
@@ -232,7 +239,7 @@ def _torch_peer(case: Case) -> Peer:
             query, key, value, mask, is_causal=causal, scale=options.get("scale"), enable_gqa=grouped
         )
 
-    def restore(out: Any) -> Any:
+    def restore(out: np.ndarray) -> np.ndarray:
         return np.swapaxes(out, 1, 2) if swapped else out
 
     names = ("query", "key", "value", "mask")

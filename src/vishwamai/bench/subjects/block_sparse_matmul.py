@@ -4,8 +4,6 @@ sample is some of the rows.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, sample_of_rows, to_torch
@@ -22,7 +20,7 @@ class _Sparse(Subject):
         rows, columns = case.options["shape"]
         _, height, width = case.arrays["values"].shape
 
-        def prepare(arrays: Arrays) -> tuple[Any, ...]:
+        def prepare(arrays: Arrays) -> tuple[object, ...]:
             values = arrays["values"]
             dense = np.zeros((rows // height, columns // width, height, width), values.dtype)
             np.add.at(dense, (indices[:, 0], indices[:, 1]), values)  # a block may be there twice

@@ -4,7 +4,7 @@ the rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,18 @@ from vishwamai.bench.subject import (
 )
 from vishwamai.core.cases import Case
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _ROWS = 16
 
 
-def _jax(x: Any, gate: Any, up: Any) -> Any:
+def _jax(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
     g, u = (jnp.dot(x, w, preferred_element_type=jnp.float32) for w in (gate, up))
     return (jax.nn.silu(g) * u).astype(x.dtype)
 
 
-def _torch(x: Any, gate: Any, up: Any) -> Any:
+def _torch(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     import torch.nn.functional as F
 
     return F.silu(x @ gate) * (x @ up)
@@ -50,10 +53,12 @@ class _Gated(Subject):
     def in_torch(self, case: Case) -> Peer | None:
         from vishwamai.torch import QTensor, gated_linear_unit
 
-        def unit(x: Any, gate: Any = None, up: Any = None, joint: Any = None, **options: Any) -> Any:
+        def unit(x: Tensor, gate: Any = None, up: Any = None, joint: Any = None, **options: Any) -> Tensor:
             return gated_linear_unit(x, (gate, up) if joint is None else joint, **options)
 
-        def int8(x: Any, gate: Any, up: Any, gate_scales: Any, up_scales: Any, format: str, **options: Any) -> Any:
+        def int8(
+            x: Tensor, gate: Any, up: Any, gate_scales: Any, up_scales: Any, format: str, **options: Any
+        ) -> Tensor:
             pairs = (gate, gate_scales), (up, up_scales)
             weights = (QTensor(w, s.detach(), format, -2, None) for w, s in pairs)  # constants, as in the case
             return gated_linear_unit(x, tuple(weights), **options)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,14 @@ import numpy as np
 from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, halvings, resized, to_torch, torch_peer
 from vishwamai.core.cases import Case
 from vishwamai.ops.matmul import gemm
-from vishwamai.ops.matmul.packed_weight import pack_weight
+from vishwamai.ops.matmul.packed_weight import PackedWeight, pack_weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROWS, _COLUMNS = 64, 256
 _NAMES = ("a", "b", "bias", "scale_a", "scale_b")
-_JAX: dict[str | None, Callable[[Any], Any]] = {
+_JAX: dict[str | None, Callable[[jax.Array], jax.Array]] = {
     None: lambda z: z,
     "relu": jax.nn.relu,
     "relu2": lambda z: jnp.square(jax.nn.relu(z)),
@@ -32,20 +35,22 @@ _JAX: dict[str | None, Callable[[Any], Any]] = {
 }
 
 
-def _prepare(arrays: Arrays) -> tuple[Any, ...]:
+def _prepare(arrays: Arrays) -> tuple[np.ndarray | None, ...]:
     return tuple(arrays.get(name) for name in _NAMES)
 
 
-def _out_dtype(case: Case) -> Any:
+def _out_dtype(case: Case) -> jnp.dtype:
     """The dtype of the result, as the operation itself says."""
     return jax.eval_shape(lambda arrays: case.run(arrays), case.shapes()).dtype
 
 
-def _jax_gemm(case: Case) -> Callable[..., Any]:
+def _jax_gemm(case: Case) -> Callable[..., jax.Array]:
     options, out_dtype = case.options, _out_dtype(case)
     wide = jnp.int32 if case.arrays["a"].dtype == case.arrays["b"].dtype == "int8" else jnp.float32
 
-    def product(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any) -> Any:
+    def product(
+        a: jax.Array, b: jax.Array, bias: jax.Array | None, scale_a: jax.Array | None, scale_b: jax.Array | None
+    ) -> jax.Array:
         a = a.swapaxes(-1, -2) if options.get("transpose_a") else a
         b = b.swapaxes(-1, -2) if options.get("transpose_b") else b
         z = jnp.matmul(a, b, preferred_element_type=wide)
@@ -59,12 +64,12 @@ def _jax_gemm(case: Case) -> Callable[..., Any]:
     return product
 
 
-def _torch_gemm(case: Case) -> Callable[..., Any]:
+def _torch_gemm(case: Case) -> Callable[..., Tensor]:
     import torch
     import torch.nn.functional as F
 
     options = case.options
-    activations: dict[str | None, Callable[[Any], Any]] = {
+    activations: dict[str | None, Callable[[Tensor], Tensor]] = {
         None: lambda z: z,
         "relu": F.relu,
         "relu2": lambda z: F.relu(z) ** 2,
@@ -75,7 +80,7 @@ def _torch_gemm(case: Case) -> Callable[..., Any]:
         "tanh": torch.tanh,
     }
 
-    def product(a: Any, b: Any, bias: Any, scale_a: Any, scale_b: Any) -> Any:
+    def product(a: Tensor, b: Tensor, bias: Tensor | None, scale_a: object, scale_b: object) -> Tensor:
         del scale_a, scale_b
         a = a.mT if options.get("transpose_a") else a
         b = b.mT if options.get("transpose_b") else b
@@ -85,7 +90,7 @@ def _torch_gemm(case: Case) -> Callable[..., Any]:
     return product
 
 
-def _int_mm(a: object, b: object) -> Any:
+def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     import torch
 
     return torch.ops.aten._int_mm(a, b)
@@ -97,19 +102,19 @@ def packed(case: Case) -> dict[str, Peer]:
     """
     count = case.arrays["a"].shape[0]
 
-    def ours(arrays: Arrays) -> tuple[Any, ...]:
+    def ours(arrays: Arrays) -> tuple[object, ...]:
         return arrays["a"], pack_weight(arrays["b"])
 
-    def run(a: Any, weight: Any) -> Any:
+    def run(a: jax.Array, weight: PackedWeight) -> jax.Array:
         return gemm(a, weight, implementation="native_cpu")
 
-    def theirs(arrays: Arrays) -> tuple[Any, ...]:
+    def theirs(arrays: Arrays) -> tuple[object, ...]:
         import torch
 
         weight = to_torch(arrays["b"]).T.contiguous()
         return to_torch(arrays["a"]), torch.ops.mkldnn._reorder_linear_weight(weight, count)
 
-    def linear(a: object, weight: object) -> Any:
+    def linear(a: Tensor, weight: Tensor) -> Tensor:
         import torch
 
         return torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")
@@ -138,7 +143,7 @@ class _Matmul(Subject):
         plain = not {"scale_a", "scale_b"} & set(case.arrays) and "out_dtype" not in case.options
         if plain and dtypes in ({"float32"}, {"bfloat16"}):
 
-            def prepare(arrays: Arrays) -> tuple[Any, ...]:
+            def prepare(arrays: Arrays) -> tuple[object, ...]:
                 return tuple(None if x is None else to_torch(x) for x in _prepare(arrays))
 
             peer_list.append(

@@ -5,12 +5,15 @@ matrix.) Its sample is some of the groups, with their rows.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, halvings, resized, torch_peer
 from vishwamai.core.cases import Case
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _GROUPS = 4
 
@@ -35,7 +38,7 @@ class _Grouped(Subject):
             return []
         rows = [int(size) for size in case.options["group_sizes"]]
 
-        def loop(lhs: Any, rhs: Any) -> Any:
+        def loop(lhs: Tensor, rhs: Tensor) -> Tensor:
             import torch
 
             return torch.cat([x @ y for x, y in zip(torch.split(lhs, rows), rhs, strict=True)])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from vishwamai.bench.subject import Peer, Subject, fewer_rows, jax_peer, torch_peer
 from vishwamai.core.cases import Case
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Loss(Subject):
@@ -17,14 +20,14 @@ class _Loss(Subject):
             return []
         reduction = case.options.get("reduction", "mean")
 
-        def plain(x: Any, weight: Any, labels: Any) -> Any:
+        def plain(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
             z = jnp.dot(x, weight.T, preferred_element_type=jnp.float32)
             counts = labels != -100
             at_label = jnp.take_along_axis(z, jnp.where(counts, labels, 0)[..., None], axis=-1)[..., 0]
             loss = jnp.where(counts, jax.nn.logsumexp(z, axis=-1) - at_label, 0.0)
             return loss if reduction == "none" else loss.sum() / (counts.sum() if reduction == "mean" else 1)
 
-        def torch_plain(x: Any, weight: Any, labels: Any) -> Any:
+        def torch_plain(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
             import torch.nn.functional as F
 
             z = (x @ weight.T).float()

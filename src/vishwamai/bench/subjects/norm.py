@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, fewer_rows, sample_of_rows, to_torch
 from vishwamai.core.cases import Case
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.ops.norm import layer_norm
 
 _ROWS = 256
 _NAMES = ("x", "scale", "offset", "residual")
 
 
-def _prepare(arrays: Arrays) -> tuple[Any, ...]:
+def _prepare(arrays: Arrays) -> tuple[np.ndarray | None, ...]:
     return tuple(arrays.get(name) for name in _NAMES)
 
 
-def _jax(layer: bool, eps: float) -> Any:
-    def norm(x: Any, scale: Any, offset: Any, residual: Any) -> Any:
+def _jax(layer: bool, eps: float) -> Callable[..., PyTree]:
+    def norm(x: AnyArray, scale: AnyArray, offset: AnyArray, residual: AnyArray) -> PyTree:
         total = x if residual is None else x + residual
         s = total.astype(jnp.float32)
         if layer:
@@ -34,10 +36,10 @@ def _jax(layer: bool, eps: float) -> Any:
     return norm
 
 
-def _torch(layer: bool, eps: float) -> Any:
+def _torch(layer: bool, eps: float) -> Callable[..., PyTree]:
     import torch.nn.functional as F
 
-    def norm(x: Any, scale: Any, offset: Any, residual: Any) -> Any:
+    def norm(x: AnyArray, scale: AnyArray, offset: AnyArray, residual: AnyArray) -> PyTree:
         total = x if residual is None else x + residual
         shape = x.shape[-1:]
         y = F.layer_norm(total, shape, scale, offset, eps) if layer else F.rms_norm(total, shape, scale, eps)
@@ -53,7 +55,7 @@ class _Norm(Subject):
         peer_list = [Peer("jax.numpy", "jax", _prepare, _jax(layer, eps), arguments=_NAMES)]
         if layer or "offset" not in case.arrays:
 
-            def prepare(arrays: Arrays) -> tuple[Any, ...]:
+            def prepare(arrays: Arrays) -> tuple[object, ...]:
                 return tuple(None if a is None else to_torch(a) for a in _prepare(arrays))
 
             peer_list.append(

@@ -5,14 +5,19 @@ decoding. The sample is the first sequence of such a step, which reads only the 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from vishwamai.bench.subject import Arrays, Peer, Sample, Subject, halvings, resized, to_torch
 from vishwamai.core.cases import Case
+from vishwamai.core.types import AnyArray
 from vishwamai.ops.paged_attention.cases import Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NAMES = ("query", "kv_pages", "kv_lens", "page_indices")
 
@@ -29,7 +34,7 @@ def _decodes(case: Case) -> bool:
     return starts == tuple(range(arrays["query"].shape[0] + 1))
 
 
-def _gathered(pages: Any, table: Any) -> tuple[Any, Any]:
+def _gathered(pages: AnyArray, table: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Keys and values `[sequences, length, kv_heads, head_dim]`."""
     rows = pages[table]  # [sequences, entries, page_size, 2 * kv_heads, head_dim]
     sequences, dim = rows.shape[0], rows.shape[-1]
@@ -37,18 +42,18 @@ def _gathered(pages: Any, table: Any) -> tuple[Any, Any]:
     return rows[:, :, :, 0], rows[:, :, :, 1]
 
 
-def _jax(scale: float | None) -> Any:
-    def attend(query: Any, pages: Any, lens: Any, table: Any) -> Any:
+def _jax(scale: float | None) -> Callable[..., jax.Array]:
+    def attend(query: jax.Array, pages: jax.Array, lens: jax.Array, table: jax.Array) -> jax.Array:
         k, v = _gathered(pages, table)
         return jax.nn.dot_product_attention(query[:, None], k, v, scale=scale, key_value_seq_lengths=lens)[:, 0]
 
     return attend
 
 
-def _torch(scale: float | None) -> Any:
+def _torch(scale: float | None) -> Callable[..., Tensor]:
     import torch
 
-    def attend(query: Any, pages: object, lens: Any, table: object) -> Any:
+    def attend(query: Tensor, pages: Tensor, lens: Tensor, table: Tensor) -> Tensor:
         k, v = (x.transpose(1, 2) for x in _gathered(pages, table))
         mask = (torch.arange(k.shape[2], device=lens.device) < lens[:, None])[:, None, None]
         attention = torch.nn.functional.scaled_dot_product_attention
@@ -63,10 +68,10 @@ class _Paged(Subject):
             return []
         scale = case.options.get("scale")
 
-        def arguments(arrays: Arrays) -> tuple[Any, ...]:
+        def arguments(arrays: Arrays) -> tuple[np.ndarray, ...]:
             return tuple(arrays[name] for name in _NAMES)
 
-        def tensors(arrays: Arrays) -> tuple[Any, ...]:
+        def tensors(arrays: Arrays) -> tuple[object, ...]:
             return tuple(map(to_torch, arguments(arrays)))
 
         return [

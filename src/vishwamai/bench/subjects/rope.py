@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vishwamai.bench.subject import Arrays, Peer, Subject, ours_in_torch, to_torch
 from vishwamai.core.cases import Case
+from vishwamai.core.types import PyTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PLAIN = {"theta", "cache", "cached"}
 
@@ -19,7 +23,7 @@ class _Rope(Subject):
         if {"cache", "cached"} & set(case.options):
             return None
 
-        def rope(query: Any, key: Any = None, positions: Any = None, **options: Any) -> Any:
+        def rope(query: Tensor, key: Tensor | None = None, positions: Tensor | None = None, **options: Any) -> PyTree:
             return apply_rope(query if key is None else (query, key), positions, **options)
 
         return ours_in_torch(case, rope)
@@ -34,19 +38,19 @@ class _Rope(Subject):
         length, dim = case.arrays["query"].shape[-2:]
         theta = getattr(case.options.get("cache"), "theta", case.options.get("theta", 10000.0))
 
-        def prepare(arrays: Arrays) -> tuple[Any, ...]:
+        def prepare(arrays: Arrays) -> tuple[object, ...]:
             tensors = [to_torch(arrays[name]) for name in names]
             dtype = tensors[0].dtype
             angle = np.arange(length)[:, None] * theta ** (-np.arange(dim // 2) / (dim / 2))
             tables = (to_torch(np.asarray(f(angle), np.float32)).to(dtype) for f in (np.cos, np.sin))
             return (*tensors, *tables)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Tensor) -> PyTree:
             import torch
 
             *tensors, cos, sin = arguments
 
-            def rotated(x: Any) -> Any:
+            def rotated(x: Tensor) -> Tensor:
                 a, b = x.chunk(2, -1)
                 return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
