@@ -29,7 +29,7 @@ comma := ,
 NATIVE ?= yes
 
 .DEFAULT_GOAL := help
-.PHONY: help bench demo compare clients test test-gpu test-on-gpu world triton-newest test-newest test-long test-soak test-cpu sanitize arm64 check lint types layers prose names audit examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
+.PHONY: help bench demo compare clients test test-gpu test-on-gpu world triton-newest test-newest test-long test-soak test-cpu sanitize arm64 apple-syntax check lint types layers prose names audit examples train-example readme readme-check docs wheels wheel-arm64 first-hour native clean
 
 help: ## these lines
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 16
@@ -125,6 +125,11 @@ arm64: $(VENV)/.dev ## compile the CPU kernels for 64-bit Arm, check their instr
 	  -DCMAKE_CXX_COMPILER=$(CROSS)g++ -DPython_EXECUTABLE="$(abspath $(PY))" -DPython_INCLUDE_DIR="$$($(PY) -c "import sysconfig; print(sysconfig.get_path('include'))")"
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/arm64 --target kernels_check -j $(JOBS)
 	$(PY) -m pytest -m "" $(LIMITED) tests/project/test_arm64.py
+
+apple-syntax: ## parse the native sources for Apple silicon, by the clang and the macOS headers of PyPI's ziglang
+	$(PYTHON) -m venv build/zig && build/zig/bin/python -m pip install -q ziglang==0.17.1
+	build/zig/bin/python -m pip install -q --no-deps jaxlib
+	build/zig/bin/python tools/apple_syntax.py
 
 check: lint types layers prose names examples readme-check docs ## everything but the tests
 

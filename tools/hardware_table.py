@@ -12,7 +12,7 @@ RAN = {
     "measured": "numbers and speed measured",
     "numbers": "numbers checked",
     "compiled": "compiled, never run",
-    "none": "not tried",
+    "parsed": "sources checked, never linked or run",
 }
 
 

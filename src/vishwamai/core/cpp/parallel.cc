@@ -63,8 +63,8 @@ int node_here(const Nodes* machine) {
 // The thread works on the processors of a node, as far as it may, for the life of the object; or from then on.
 class OnNode {
  public:
-  OnNode(const Nodes* machine, int node, bool forever = false) : forever_(forever) {
 #if defined(__linux__)
+  OnNode(const Nodes* machine, int node, bool forever = false) : forever_(forever) {
     if (machine == nullptr || node < 0 || node >= machine->count()) return;
     if (sched_getaffinity(0, sizeof(before_), &before_) != 0) return;
     cpu_set_t some;
@@ -73,23 +73,22 @@ class OnNode {
       if (processor < CPU_SETSIZE && CPU_ISSET(processor, &before_)) CPU_SET(processor, &some);
     }
     changed_ = CPU_COUNT(&some) > 0 && sched_setaffinity(0, sizeof(some), &some) == 0;
-#else
-    (void)machine, (void)node;
-#endif
   }
   ~OnNode() {
-#if defined(__linux__)
     if (changed_ && !forever_) sched_setaffinity(0, sizeof(before_), &before_);
-#endif
   }
+#else
+  OnNode(const Nodes*, int, bool = false) {}
+  ~OnNode() {}
+#endif
   OnNode(const OnNode&) = delete;
   OnNode& operator=(const OnNode&) = delete;
 
  private:
 #if defined(__linux__)
   cpu_set_t before_;
-#endif
   bool changed_ = false, forever_;
+#endif
 };
 
 // A helper of a spread call stays on the node that it is dealt at its first.

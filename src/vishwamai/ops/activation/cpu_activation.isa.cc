@@ -27,7 +27,7 @@ struct Normal {
       density = exp_within<S>(x * x * T(-0.5));
       below = normal_cdf(x);
     } else {
-      const V<T> t = bound(x < T(0) ? -x : x, 0, 14.5);
+      const V<T> t = bound(x < T(0) ? -x : x, T(0), T(14.5));
       density = exp_within<S>(t * t * T(-0.5));
       const V<T> tail = density * normal_tail(reciprocal(t * T(0.3) + T(1)));
       below = x < T(0) ? tail : T(1) - tail;
@@ -54,13 +54,13 @@ struct Gelu {
 struct GeluTanh {
   template <class S, class T = compute_t<S>>
   static VISHWAMAI_INLINE V<T> value(V<T> x) {
-    const V<T> z = bound(x, -9.7, 9.7);  // 2 u = 80 there
+    const V<T> z = bound(x, T(-9.7), T(9.7));  // 2 u = 80 there
     const V<T> twice = z * (z * z * static_cast<T>(2 * kSqrt2OverPi * kCubic) + static_cast<T>(2 * kSqrt2OverPi));
     return maximum(splat(T(-9.7)), x) * sigmoid<S>(twice);
   }
   template <class S, class T = compute_t<S>>
   static VISHWAMAI_INLINE V<T> slope(V<T> x) {
-    const V<T> z = bound(x, -9.7, 9.7), square = z * z;
+    const V<T> z = bound(x, T(-9.7), T(9.7)), square = z * z;
     const V<T> s = sigmoid<S>(z * (square * static_cast<T>(2 * kSqrt2OverPi * kCubic) + static_cast<T>(2 * kSqrt2OverPi)));
     const V<T> inner = z * (square * static_cast<T>(6 * kSqrt2OverPi * kCubic) + static_cast<T>(2 * kSqrt2OverPi));
     return s * ((T(1) - s) * inner + T(1));
