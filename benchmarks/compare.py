@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compare_table import Row, page
+from engines.table import Row, page
 
 from vishwamai.bench import machine
 from vishwamai.core.hardware import binding
@@ -63,10 +63,10 @@ class Peer:
 _GGUF = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
 _FLASH = ("flash", "no-flash")
 PEERS = {
-    "llama.cpp": Peer("serve_llama", ("llama-cpp-python==0.3.36",), _GGUF, _FLASH),
-    "ik_llama.cpp": Peer("serve_llama", ("ik-llama-cpp-python==0.1.5",), _GGUF, _FLASH),
+    "llama.cpp": Peer("engines.llama", ("llama-cpp-python==0.3.36",), _GGUF, _FLASH),
+    "ik_llama.cpp": Peer("engines.llama", ("ik-llama-cpp-python==0.1.5",), _GGUF, _FLASH),
     "transformers": Peer(
-        "serve_transformers",
+        "engines.torch_transformers",
         ("torch>=2.13,<2.14", "transformers>=5,<6"),
         {"bf16": "bf16"},
         ("sdpa",),
@@ -283,7 +283,7 @@ def interpreters(options: Any) -> tuple[dict[str, str], dict[str, str]]:
     pythons = {name: python for name, _, python in (text.partition("=") for text in options.python) if name in names}
     skipped: dict[str, str] = {}
     for name in names:
-        if PEERS[name].contestant == "serve_llama" and options.gguf is None:
+        if PEERS[name].contestant == "engines.llama" and options.gguf is None:
             if not (options.directory / "bf16.gguf").exists():
                 skipped[name] = "the model has no GGUF file; pass --gguf"
                 pythons.pop(name, None)

@@ -4,12 +4,13 @@
     python benchmarks/serve.py DIR --format int8 --arrivals                  # time between tokens while prompts arrive
     python benchmarks/serve.py DIR --arrivals --mixed-tokens 24              # the same with small pieces of prompts
     python benchmarks/serve.py DIR --ready --no-keep-packed                  # time until the first request may come
+    python benchmarks/serve.py DIR --turns 10                                # tokens that a conversation computes
 
-DIR is a directory as Hugging Face writes it; weights may be random, for only the time is meant. `serve_table.py` runs
+DIR is a directory as Hugging Face writes it; weights may be random, for only the time is meant. `compare.py` runs
 several formats and engines in turns. As a module this has what a driver of several engines needs to run it next to
 others on the same weights and prompts, each in a process of its own: `FORMATS`, and `load(folder, format, threads,
-max_sequences, max_tokens)`, whose result has `prefill`, `decode` and `reset`. `--contestant` names another such module.
-A step of decoding goes through the scheduler and the sampler, as in serving.
+max_sequences, max_tokens)`, whose result has `prefill`, `decode` and `reset`. `--contestant` names another such module,
+of `engines/`. A step of decoding goes through the scheduler and the sampler, as in serving.
 
 Next to the rates of our engine stand two shares.
 
@@ -291,7 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory")
     parser.add_argument("--format", default="bf16", help=f"one of the contestant's; of ours: {', '.join(FORMATS)}")
-    parser.add_argument("--contestant", help="a module like this one, next to it")
+    parser.add_argument("--contestant", help="a module like this one: engines.llama, engines.torch_transformers")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--sequences", type=int, default=max(COUNTS), help="most that decode at once")
@@ -301,8 +302,14 @@ def main() -> None:
     parser.add_argument("--setting", help="of another contestant: one of its SETTINGS")
     parser.add_argument("--check", metavar="JSON", help='a file with "tokens", "prompts" and "new": loss and answers')
     parser.add_argument("--mixed-tokens", type=int, help="tokens of a step that decodes too, as in `vishwamai serve`")
+    parser.add_argument("--turns", metavar="N", type=int, help="tokens computed in each turn of a conversation")
     parser.add_argument("--no-keep-packed", action="store_true", help="read and pack the weights anew")
     options = parser.parse_args()
+    if options.turns:
+        from engines import turns
+
+        print(turns.table(options.directory, options.turns))
+        return
     # What arrives leaves again after its eight tokens: eight prompts at once are more than there are.
     sequences, length = options.sequences, options.prompt + 4 * options.steps
     if options.arrivals:

@@ -10,9 +10,9 @@ import pytest
 
 @contextlib.contextmanager
 def loaded(name):
-    """The module, which may import its neighbours."""
+    """The module of a path without its ending; it may import its neighbours."""
     folder = Path(__file__).parent.parent / "benchmarks"
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name.replace("/", "."), folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:

@@ -106,7 +106,7 @@ def test_a_kernel_that_leaves_memory_unwritten_is_noticed(norm):
 
 @pytest.fixture(scope="module")
 def script():
-    path = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "subjects" / "gpu" / "kernels.py"
     spec = importlib.util.spec_from_file_location("benchmark_of_gpus", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

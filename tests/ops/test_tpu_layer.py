@@ -1,4 +1,4 @@
-"""benchmarks/tpu_layer.py: its layers compute the same, its words about a schedule, and how long ours compiles."""
+"""benchmarks/tpu.py layer: its layers compute the same, its words about a schedule, and how long ours compiles."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from vishwamai.bench import estimates
 
 @pytest.fixture(scope="module")
 def script():
-    with loaded("tpu_layer") as module:
+    with loaded("subjects/tpu/layer") as module:
         yield module
 
 

@@ -476,7 +476,7 @@ def test_a_program_keeps_the_order_of_its_mesh():
 @pytest.mark.turns(6)
 def test_the_range_of_times_is_that_of_the_published_steps():
     sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-    import published_steps
+    from subjects.plans import published as published_steps
 
     from vishwamai.planning.time.published import STEPS, published_range
 

@@ -96,7 +96,7 @@ def test_residual_bytes_of_one_device():
 
 
 def benchmark(name):
-    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "subjects" / "plans" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -135,7 +135,7 @@ jax.jit(lambda x, w: x @ w, out_shardings=place).lower(rows, weight).compile()
 def test_a_step_that_another_process_compiled_takes_the_time_of_the_same_step(tmp_path, monkeypatch):
     """A program in the place of MaxText's, and `step_time` of the same function."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    module = benchmark("maxtext_step")
+    module = benchmark("maxtext")
     folder = tmp_path / "maxtext" / "trainers" / "pre_train"
     folder.mkdir(parents=True)
     for inside in (folder, *folder.parents[:2]):
@@ -154,7 +154,7 @@ def test_a_step_that_another_process_compiled_takes_the_time_of_the_same_step(tm
 
 
 def test_published_steps_are_of_models_with_the_parameters_that_name_them():
-    module = benchmark("published_steps")
+    module = benchmark("published")
     for billions in (16, 32, 64):
         config = training_config(module.maxtext(billions), {}, "v5e", 1, 2048)
         size = sum(leaf.size for leaf in jax.tree.leaves(training_step(config).parts.params))
@@ -170,7 +170,7 @@ def test_published_steps_are_of_models_with_the_parameters_that_name_them():
 
 
 def test_the_programs_of_the_accuracy_table():
-    module = benchmark("plan_accuracy")
+    module = benchmark("memory")
     cases = module.CASES
     assert len(cases) == len({case.label for case in cases}) == 30
     assert {case.target.partition(":")[0] for case in cases} == set(TPUS)

@@ -1,4 +1,4 @@
-"""benchmarks/train.py: every contestant takes part, their losses agree, and each has its line."""
+"""benchmarks/cpu.py training: every contestant takes part, their losses agree, and each has its line."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "train.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "cpu.py"
 
 
 @pytest.mark.long
@@ -19,7 +19,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "train.py"
 )
 @pytest.mark.parametrize("options", [(), ("--model", "mixtral", "--packed")], ids=" ".join)
 def test_the_quick_run_times_every_contestant(options):
-    command = [sys.executable, str(BENCHMARK), "--quick", "--dtypes", "float32", *options]
+    command = [sys.executable, str(BENCHMARK), "training", "--quick", "--dtypes", "float32", *options]
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

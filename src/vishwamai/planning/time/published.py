@@ -1,6 +1,6 @@
 """How far estimated times were from steps that others published: the range that every printed time carries.
 
-`benchmarks/published_steps.py` has the rows with their sources, and makes the estimates; a test compares them.
+`benchmarks/plans.py published` has the rows with their sources, and makes the estimates; a test compares them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEPS = (
     PublishedStep("v5p:4x4x4", False, 7.383, (6.393,)),
     PublishedStep("v6e:16x16", True, 8.409, (5.014,)),
 )
-"""The rows of `benchmarks/published_steps.py`, in its order."""
+"""The rows of `benchmarks/plans.py published`, in its order."""
 
 
 @dataclasses.dataclass(frozen=True)

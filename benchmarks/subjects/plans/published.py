@@ -1,8 +1,8 @@
 """Training steps that others measured, next to this library's step of the same model and shape, estimated.
 
-    python benchmarks/published_steps.py            all rows; each takes minutes of compilation
-    python benchmarks/published_steps.py --rows 0
-    python benchmarks/published_steps.py --analytic formulas alone, in seconds
+    python benchmarks/plans.py published            all rows; each takes minutes of compilation
+    python benchmarks/plans.py published --rows 0
+    python benchmarks/plans.py published --analytic formulas alone, in seconds
 
 The published figures are MaxText's, on TPUs, from the repositories tpu-recipes and maxtext (the file of each row is in
 `ROWS`). The programs differ: in the first rows MaxText keeps activations in the host's memory, this library computes
@@ -133,7 +133,3 @@ def main() -> None:
         if step_time is not None:
             print(f"  verified  {step_time.step.value:.3f} s, {step_time.step.value / row.seconds:.2f} of it")
             print(f"  {training_speed(config, row.target, step_time.step)}\n{step_time}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """The native CPU kernels side by side with torch and XLA, in one process; `vishwamai.bench.ratios` checks, times and
 prints.
 
-    python benchmarks/cpu_peers.py --suite attention,gemm
-    python benchmarks/cpu_peers.py --suite gated,loss,sparse,blocks     # whole layers
-    taskset -c 1 python benchmarks/cpu_peers.py --clock cpu # on a busy machine: one core, and the CPU time that the
+    python benchmarks/cpu.py kernels --suite attention,gemm
+    python benchmarks/cpu.py kernels --suite gated,loss,sparse,blocks     # whole layers
+    taskset -c 1 python benchmarks/cpu.py kernels --clock cpu # on a busy machine: one core, and the CPU time that the
     process itself used
 
 Inputs are random normal: AMX runs at a higher clock on zeros.
@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 import vishwamai
-from vishwamai.bench.ratios import Comparison, main
+from vishwamai.bench import ratios
+from vishwamai.bench.ratios import Comparison
 from vishwamai.bench.subject import Arrays, Peer
 from vishwamai.bench.subjects import gemm as gemm_subject
 from vishwamai.core.cases import ArrayInit, Case
@@ -259,5 +260,6 @@ SUITES = {
 }
 DEFAULT = ("attention", "attention_grad", "decode", "gemm", "int8", "norm", "rows", "rows_grad", "paged")
 
-if __name__ == "__main__":
-    main(SUITES, __doc__, DEFAULT)
+
+def main() -> None:
+    ratios.main(SUITES, __doc__, DEFAULT)

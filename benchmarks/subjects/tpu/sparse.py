@@ -5,8 +5,8 @@ In every row of blocks the same number of random ones is live, so that the share
 compared with the dense one (share 1, the same kernel) should be the share itself; what is above it is the price of
 small tiles and of starting up.
 
-    python benchmarks/sparse_density.py --targets v5e,v5p --blocks 128,512
-    python benchmarks/sparse_density.py --cpu
+    python benchmarks/tpu.py sparse --targets v5e,v5p --blocks 128,512
+    python benchmarks/tpu.py sparse --cpu
 """
 
 from __future__ import annotations
@@ -126,7 +126,3 @@ def main() -> None:
                         f"{backward * 1e3:>25.3f}{backward / dense[1]:>9.3f}",
                         flush=True,
                     )
-
-
-if __name__ == "__main__":
-    main()

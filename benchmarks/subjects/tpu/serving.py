@@ -1,7 +1,7 @@
 """Whole steps of serving on one device of TPUs you do not have: a decoding step of many sequences, and a prompt.
 
-    python benchmarks/serve_tpu.py                              Llama 3 8B, 64 sequences of 4096 tokens, and a prompt
-    python benchmarks/serve_tpu.py --targets v5p --steps prompt
+    python benchmarks/tpu.py serving                              Llama 3 8B, 64 sequences of 4096 tokens, and a prompt
+    python benchmarks/tpu.py serving --targets v5p --steps prompt
 
 The step is the one that the engine runs: all layers, the pages' update and the choice of the next token. "decode" takes
 the largest logit; "draw" draws with a temperature of 0.8, top-k of 50 and top-p of 0.95. A step is compiled
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from published_steps import LLAMA_8B
+from subjects.plans.published import LLAMA_8B
 
 from vishwamai.bench import estimates
 from vishwamai.core.target import Target
@@ -87,7 +87,3 @@ def _print(serving: Serving, target: str, prompt: int | None, sampling: Sampling
     seconds = step_time.step.value
     print(f"  bound {least * 1e3:.3f} ms, share {least / seconds:.3f}, moved {lost / seconds:.1%}")
     print(*(f"    moved: {text}" for text in rows), step_time, sep="\n", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,8 +5,8 @@ every remat policy, and meshes of every axis. Each is compiled in a process of i
 costs a line. Answers are kept in a file as they are found: the same command goes on where it stopped. The formulas are
 computed anew each time. Prints a row for each program, then how many are within 10 % (probe) and 15 % (formulas).
 
-    python benchmarks/plan_accuracy.py                      an hour on two cores
-    python benchmarks/plan_accuracy.py --only v5e offload --verify no
+    python benchmarks/plans.py memory                      an hour on two cores
+    python benchmarks/plans.py memory --only v5e offload --verify no
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the host spends on a call of `vishwamai.torch` on a GPU, in microseconds; no GPU is needed.
 
-    python benchmarks/torch_host.py                 # --ops norm,attention chooses
+    python benchmarks/gpu.py host                 # --ops norm,attention chooses
 
 Tensors are small and on the CPU, and Triton has a driver that compiles and launches nothing: all that is left is
 Python, torch's dispatcher and autograd. A figure is the least of many short samples.
@@ -21,7 +21,7 @@ import vishwamai.torch as vt
 from vishwamai.core import gpu
 from vishwamai.torch import launch
 
-sys.path.append(str(pathlib.Path(__file__).parent.parent / "tests"))
+sys.path.append(str(pathlib.Path(__file__).parents[3] / "tests"))
 from triton_inside import IdleHopper, driver  # pyright: ignore[reportMissingImports]
 
 X = (64, 256)
@@ -75,7 +75,3 @@ def main() -> None:
         forward = microseconds(lambda: function(*trained))  # noqa: B023
         total = microseconds(lambda: torch.autograd.grad(function(*trained), trained, cotangent))  # noqa: B023
         print(f"| {name} | {inference:.0f} | {forward:.0f} | {total:.0f} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

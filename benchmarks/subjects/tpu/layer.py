@@ -11,7 +11,7 @@ Every time is an estimate (docs/aot.md says how far to trust it; differences bel
 each line stand the programs that XLA adds around our kernels, with their time and share: first those that only move
 data. "compile" are the seconds of tracing and compiling, of all threads together.
 
-    python benchmarks/tpu_layer.py --targets v4,v5e,v5p,v6e,tpu7x --directions forward,backward --tokens 2048
+    python benchmarks/tpu.py layer --targets v4,v5e,v5p,v6e,tpu7x --directions forward,backward --tokens 2048
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tpu_peers
+from subjects.tpu import attention as peers
 
 import vishwamai
 from vishwamai.aot import Inspection, KernelSchedule, compile_for, inspect_many
@@ -73,9 +73,9 @@ class Layer:
         return x.reshape(*x.shape[:-1], -1, self.dim)
 
     @property
-    def attention(self) -> tpu_peers.Shape:
+    def attention(self) -> peers.Shape:
         """Its attention, alone."""
-        return tpu_peers.Shape(True, self.dim, self.kv_heads, self.heads, batch=1, length=self.tokens)
+        return peers.Shape(True, self.dim, self.kv_heads, self.heads, batch=1, length=self.tokens)
 
     @property
     def flops(self) -> float:
@@ -132,20 +132,20 @@ def xla(layer: Layer) -> Callable[..., Any]:
 
 
 def splash(layer: Layer, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A splash attention of `tpu_peers`, which has heads first."""
+    """A splash attention of `attention.py`, which has heads first."""
     return plain(layer, lambda *x: kernel(*(a.swapaxes(1, 2) for a in x)).swapaxes(1, 2))
 
 
-def fastest_splash(shape: tpu_peers.Shape, target: str, direction: str) -> estimates.Call:
+def fastest_splash(shape: peers.Shape, target: str, direction: str) -> estimates.Call:
     """The block sizes of jax's splash attention that take the least time alone."""
-    calls, arrays, flops = list(tpu_peers.jax_splash(shape)), shape.arrays(), shape.flops
+    calls, arrays, flops = list(peers.jax_splash(shape)), shape.arrays(), shape.flops
     if direction == "backward":
         calls = [(name, estimates.with_gradient(call, outputs=True)) for name, call in calls]
         arrays, flops = [*arrays, arrays[0]], 3.5 * flops
     best = estimates.best_peer(estimates.inspected(calls, arrays, target, flops))
     if best is None:
         raise SystemExit(f"no block sizes of splash attention compile for {target}")
-    return next((name, call) for name, call in tpu_peers.jax_splash(shape) if name == best[0])
+    return next((name, call) for name, call in peers.jax_splash(shape) if name == best[0])
 
 
 def candidates(layer: Layer, target: str, direction: str) -> dict[str, Callable[..., Any]]:
@@ -204,7 +204,3 @@ def _print(name: str, schedule: KernelSchedule | VishwamaiError) -> None:
     print(f"  {name}: {schedule.seconds * 1e3:.3f} ms, {share:.0%} of the roofline", flush=True)
     if name == estimates.OURS:
         print(*(f"    {line}" for line in estimates.around(schedule)), sep="\n", flush=True)
-
-
-if __name__ == "__main__":
-    main()

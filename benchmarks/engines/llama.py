@@ -1,5 +1,5 @@
-"""llama.cpp and ik_llama.cpp as contestants of `serve.py`: `python benchmarks/serve.py DIR --contestant serve_llama
---format q8_0 --setting no-flash`.
+"""llama.cpp and ik_llama.cpp as contestants of `serve.py`: `python benchmarks/serve.py DIR --contestant
+engines.llama --format q8_0 --setting no-flash`.
 
 DIR has `bf16.gguf` or, of any format, `source.gguf`, with the weights of the Hugging Face files next to it: llama.cpp's
 `convert_hf_to_gguf.py DIR --outtype bf16 --outfile DIR/bf16.gguf` writes the first. The other formats are llama.cpp's

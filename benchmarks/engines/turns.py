@@ -1,14 +1,9 @@
 """Tokens that each turn of a conversation computes, with the prefix cache and without; counts, so any machine will do.
 
-    python benchmarks/turns.py DIR
-
-DIR holds a decoder, of random weights or not. Answers are greedy, and user messages are random tokens.
+Answers are greedy, and user messages are random tokens.
 """
 
 from __future__ import annotations
-
-import argparse
-import sys
 
 import numpy as np
 
@@ -37,26 +32,15 @@ def conversation(engine: Engine, turns: int, sizes: tuple[int, int, int]) -> lis
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--sizes", type=int, nargs=3, default=(300, 60, 40), metavar=("SYSTEM", "MESSAGE", "ANSWER"))
-    arguments = parser.parse_args()
+def table(folder: str, turns: int, sizes: tuple[int, int, int] = (300, 60, 40)) -> str:
+    """A table of the turns, and their sum."""
     tables = []
     for prefix_cache in (True, False):
-        load = plan_load(
-            arguments.directory, dtype="float32", max_sequences=2, max_length=2048, prefix_cache=prefix_cache
-        )
-        tables.append(conversation(load.engine(compile="lazy"), arguments.turns, tuple(arguments.sizes)))
-    print("| Turn | Tokens of the prompt | of them new | Computed, with the answer | Without prefix cache |")
-    print("|---|---|---|---|---|")
+        load = plan_load(folder, dtype="float32", max_sequences=2, max_length=2048, prefix_cache=prefix_cache)
+        tables.append(conversation(load.engine(compile="lazy"), turns, sizes))
+    lines = ["| Turn | Tokens of the prompt | of them new | Computed, with the answer | Without prefix cache |"]
+    lines.append("|---|---|---|---|---|")
     for turn, (row, plain) in enumerate(zip(*tables), 1):
-        print(f"| {turn} | {row[0]:,} | {row[1]} | {row[2]} | {plain[2]:,} |")
+        lines.append(f"| {turn} | {row[0]:,} | {row[1]} | {row[2]} | {plain[2]:,} |")
     total, plain_total = (sum(row[2] for row in table) for table in tables)
-    print(f"| all | | | {total:,} | {plain_total:,} |")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "\n".join([*lines, f"| all | | | {total:,} | {plain_total:,} |"])

@@ -6,7 +6,7 @@ block sizes, and Tokamax's splash attention where the package is installed (`pip
 estimate (docs/aot.md says how far to trust it; differences below 4 % are not worth reading); the last lines give the
 geometric mean of ours / best peer. "backward" is the program of forward and backward less the forward.
 
-    python benchmarks/tpu_peers.py --targets v4,v5e,v5p,v6e,tpu7x --cases causal-128,full-128 --directions
+    python benchmarks/tpu.py attention --targets v4,v5e,v5p,v6e,tpu7x --cases causal-128,full-128 --directions
     forward,backward
 """
 
@@ -227,7 +227,3 @@ def main() -> None:
                 seconds = (backward_seconds if direction == "backward" else forward_seconds)(SHAPES[name], target)
                 table.line(f"{name:<12}{target:<7}{direction:<10}", direction, seconds)
     table.means()
-
-
-if __name__ == "__main__":
-    main()

@@ -12,9 +12,9 @@ device. Published steps took longer than such estimates, by the ratio of each ro
 decoding step is published with its program. On the CPU the engine serves prompts that leave room for `--steps` tokens,
 and the median of its steps is printed.
 
-    python benchmarks/rates.py steps                   estimates: five slices, three batches; minutes
-    python benchmarks/rates.py decoding --only v5e v6e
-    python benchmarks/rates.py steps --cpu             this CPU alone; on an idle machine
+    python benchmarks/plans.py rates steps                   estimates: five slices, three batches; minutes
+    python benchmarks/plans.py rates decoding --only v5e v6e
+    python benchmarks/plans.py rates steps --cpu             this CPU alone; on an idle machine
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vishwamai.planning.time.published import published_range
 from vishwamai.training.config import MeshSection, TrainConfig
 from vishwamai.training.config_file import read_config
 
-EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "train_stdlib.yaml"
+EXAMPLE = pathlib.Path(__file__).parents[3] / "examples" / "train_stdlib.yaml"
 ROWS = (8, 16, 32)
 SLICES = ("v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
 """A slice of 8 devices of each chip; only a TPU7x chip has two of them."""
@@ -220,7 +220,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(row, flush=True)
     if options.cpu and (complaint := usage.complaint(BUSY)):
         print(f"\nDo not quote this: {complaint}")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ few block sizes. Every time is an estimate of the whole program (docs/aot.md say
 that are live, of which the simulator lets large copies reach 90 %, or that the matrix units need for the products of
 the keys that are seen, whichever is longer.
 
-    python benchmarks/paged_peers.py --targets v4,v5e,v5p,v6e,tpu7x --cases decode-4096,decode-ragged
+    python benchmarks/tpu.py paged --targets v4,v5e,v5p,v6e,tpu7x --cases decode-4096,decode-ragged
 """
 
 from __future__ import annotations
@@ -213,7 +213,3 @@ def main() -> None:
             if best is not None:
                 line += f"{best[1] * 1e6:>14.1f}{bound / best[1]:>7.2f}{mine / best[1]:>7.2f}  {best[0]}"
             print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

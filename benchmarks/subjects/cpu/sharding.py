@@ -5,8 +5,8 @@ jitted with the same shardings in and out, which XLA partitions by itself. Resul
 timed in turns. The devices share one machine's cores and memory, so nothing is learnt here about links: a ratio says
 what a program computes and copies, above 1 where ours is faster. The last line is the geometric mean of the ratios.
 
-    python benchmarks/parallel.py
-    python benchmarks/parallel.py --cases decode,layer --rounds 20
+    python benchmarks/cpu.py sharding
+    python benchmarks/cpu.py sharding --cases decode,layer --rounds 20
 """
 
 from __future__ import annotations
@@ -195,7 +195,3 @@ def main() -> None:
     ratios = list(lines(parser.parse_args()))
     if ratios:
         print(f"geometric mean {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ seconds of all threads; tracing is not in them.
 MaxText has an environment of its own (Python 3.12 or newer: `pip install --no-deps maxtext==0.2.5`, and what its
 requirements list but the linters, jinja2 and libtpu), whose Python is named:
 
-    python benchmarks/maxtext_step.py --maxtext maxtext-env/bin/python --targets v5e:4x4,v5p:2x2x4,v6e:4x4
+    python benchmarks/plans.py maxtext --maxtext maxtext-env/bin/python --targets v5e:4x4,v5p:2x2x4,v6e:4x4
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from published_steps import LLAMA_8B
+from subjects.plans.published import LLAMA_8B
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.aot.compile.options.config import option_text
@@ -70,7 +70,7 @@ def maxtext(python: str, target: str, rows: int, options: Mapping[str, Any]) -> 
         run = subprocess.run(
             [
                 python,
-                str(pathlib.Path(__file__).with_name("maxtext_compile.py")),
+                str(pathlib.Path(__file__).parents[2] / "engines" / "maxtext_compile.py"),
                 folder,
                 *(f"{key}={value}" for key, value in settings.items()),
             ],
@@ -146,7 +146,3 @@ def main() -> None:
             show(f"{target}: {name}", theirs, compiled)
             time, memory = mine.step.value / theirs.step.value, mine.memory.total.value / theirs.memory.total.value
             print(f"{target}: ours / {name}: {time:.3f} of the time, {memory:.3f} of the memory", flush=True)
-
-
-if __name__ == "__main__":
-    main()

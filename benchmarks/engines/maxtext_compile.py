@@ -1,5 +1,5 @@
-"""Compiles MaxText's step for a TPU slice, and writes down what `maxtext_step.py` reads of it; runs in MaxText's own
-environment.
+"""Compiles MaxText's step for a TPU slice, and writes down what `subjects/plans/maxtext.py` reads of it; runs in
+MaxText's own environment.
 
     python maxtext_compile.py DIRECTORY compile_topology=v5e-16 ...
 """

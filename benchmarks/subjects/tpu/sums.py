@@ -1,15 +1,15 @@
 """How libtpu compiles a sum that is split over the devices of a slice: as a reduce-scatter, or as a whole sum first.
 
-    python benchmarks/split_sums.py                        all rows of docs/parallel.md, "Sums of gradients"
-    python benchmarks/split_sums.py v5e:4x4=16 v5e:2x4=8   slices, and how many devices add up
+    python benchmarks/tpu.py sums                        all rows of docs/parallel.md, "Sums of gradients"
+    python benchmarks/tpu.py sums v5e:4x4=16 v5e:2x4=8   slices, and how many devices add up
 
 Needs libtpu and no TPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +40,10 @@ def program(target: str, group: int) -> str:
 
 
 def main() -> None:
-    for row in sys.argv[1:] or ROWS.split():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="SLICE=DEVICES", default=ROWS.split())
+    for row in parser.parse_args().rows:
         target, group = row.split("=")
         text = program(target, int(group))
         kinds = [kind for kind in ("reduce-scatter", "all-reduce") if re.search(rf" {kind}\(", text)]
         print(f"{target:<12}{group:>4} devices: {', '.join(kinds)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,5 @@
 """transformers with torch as a contestant of `serve.py`: `python benchmarks/serve.py DIR --contestant
-serve_transformers`. Needs `torch` and `transformers`, and nothing of this package.
+engines.torch_transformers`. Needs `torch` and `transformers`, and nothing of this package.
 
 Sequences that decode at once are one batch, and have the same length.
 """

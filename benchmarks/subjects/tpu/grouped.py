@@ -9,7 +9,7 @@ groups whose sizes fall as one over their rank. "share" is ours of the roofline;
 around our kernel. With `--columns` the matrices lie column by column, `[groups, N, K]`, which all three read as they
 lie (`transpose_rhs`).
 
-    python benchmarks/tpu_grouped.py --targets v4,v5e,v5p,v6e,tpu7x --products forward,grad_lhs,grad_rhs --groups
+    python benchmarks/tpu.py grouped --targets v4,v5e,v5p,v6e,tpu7x --products forward,grad_lhs,grad_rhs --groups
     even,uneven,zipf
 """
 
@@ -162,7 +162,3 @@ def main() -> None:
                     share = mine.roofline.seconds / mine.seconds
                     print(*(f"  {line}" for line in (f"share {share:.2f}", *estimates.around(mine))), sep="\n")
     table.means()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,10 @@
 """Steps of training next to plain `jax.nn` and torch: the same weights, batch, AdamW and precision, on this machine.
 
-    python benchmarks/train.py                       # 4 layers, 512 hidden, 32,000 tokens in the vocab, 4 x 512 tokens
-    python benchmarks/train.py --quick               # a small model, for a test of this file
-    python benchmarks/train.py --dtypes bfloat16 --rounds 5
-    python benchmarks/train.py --model mixtral       # 8 experts of half the features, 2 of them for each token
-    python benchmarks/train.py --packed              # rows of several documents, which do not see one another
+    python benchmarks/cpu.py training                  # 4 layers, 512 hidden, vocab of 32,000 tokens, 4 x 512 tokens
+    python benchmarks/cpu.py training --quick          # a small model, for a test of this file
+    python benchmarks/cpu.py training --dtypes bfloat16 --rounds 5
+    python benchmarks/cpu.py training --model mixtral  # 8 experts of half the features, 2 of them for each token
+    python benchmarks/cpu.py training --packed         # rows of several documents, which do not see one another
 
 Every contestant runs in a process of its own, in turns, `--rounds` times; its best step and the median over rounds are
 printed. Losses of the first and the last step must agree, or the program ends with an error and prints no speed.

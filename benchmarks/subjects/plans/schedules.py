@@ -1,12 +1,12 @@
 """How far `vishwamai.aot.inspect` can be trusted: its estimates against device times that others have measured and
 published.
 
-The times are those of the tuning tables of openxla/tokamax, copied into aot_measured.json: splash attention and
+The times are those of the tuning tables of openxla/tokamax, copied into aot_measured.json here: splash attention and
 ragged_dot at their tuned configurations, whole operations with their layout changes. None of them was used to set a
 constant of the model. Needs the kernels that were measured: `pip install tokamax==0.0.12` (not a dependency of
 vishwamai). Prints one line a case, then the distribution of estimate / measured.
 
-    python benchmarks/aot_accuracy.py [--chips v5e,v5p] [--every 2] [--timeout 60] [--json OUT]
+    python benchmarks/plans.py schedules [--chips v5e,v5p] [--every 2] [--timeout 60] [--json OUT]
 """
 
 from __future__ import annotations
@@ -147,7 +147,3 @@ def main() -> None:
     print("\n".join(["", *summarise(done)]))
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(done, indent=1))
-
-
-if __name__ == "__main__":
-    main()

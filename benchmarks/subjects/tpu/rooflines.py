@@ -7,7 +7,7 @@ backward, whose bytes are those of both, or what it moves where that is less: XL
 for the other. `--ms` prints milliseconds in place of shares. ">" (ms) and "<" (shares) mark a
 program of which the compiler left a part out.
 
-    python benchmarks/tpu_rooflines.py --targets v4,v5e,v5p,v6e,tpu7x --cases
+    python benchmarks/tpu.py rooflines --targets v4,v5e,v5p,v6e,tpu7x --cases
     gemm,int8,norm,rope,softmax,gated_linear_unit,gated_int8,gated_gradient
 """
 
@@ -177,7 +177,3 @@ def main() -> None:
             cells = [_cell(result, options.ms) for result in inspect_many(programs)]
             pairs = zip(cells[::2], cells[1::2], strict=True)
             print(f"{name:<44}" + "".join(f"{f'{ours} / {xla}':>12}" for ours, xla in pairs), flush=True)
-
-
-if __name__ == "__main__":
-    main()
