@@ -2,6 +2,7 @@
 and the code of transformers.
 """
 
+import functools
 import random
 
 import jax
@@ -15,6 +16,7 @@ import rotation
 from vishwamai import ShapeError, explain, gated_delta_rule, linear_attention, state_space
 from vishwamai.core import ffi
 from vishwamai.ops.catalogue import operations
+from vishwamai.ops.delta import PooledStates
 from vishwamai.ops.delta.tpu import DeltaConfig
 
 IMPLEMENTATIONS = {impl.name: impl for impl in operations()["gated_delta_rule"].op.implementations}
@@ -135,6 +137,49 @@ def test_which_form_runs():
     assert report.calls[0].runs == "xla_chunked" and "each channel has a decay of its own" in str(report)
 
 
+FORMS = {
+    "delta": gated_delta_rule,
+    "channels": lambda q, k, v, decay, beta, **how: gated_delta_rule(q, k, v, decay[..., None] * k**2, beta, **how),
+    "linear": lambda q, k, v, decay, beta, **how: linear_attention(q, k, v, decay, **how),
+    "space": lambda q, k, v, decay, beta, **how: state_space(v, beta, -jnp.ones(2), k, q, jnp.ones(2), **how),
+}
+
+
+@pytest.mark.parametrize("how", ["xla", NATIVE])
+@pytest.mark.parametrize("form", FORMS)
+def test_states_in_a_pool(form, how):
+    """Sequences of one token, several and none; that begin, go on in place, read the slot that another one writes (in a
+    circle, too), keep the state before a guess, and write nowhere. Other slots stay, and so do tokens of no sequence.
+    """
+    lengths = [1, 70, 0, 3, 1, 2, 1]
+    read = [4, 1, 0, -1, 2, 2, 5]
+    write = [2, 4, 0, 1, 99, 6, 5]
+    starts = np.cumsum([0, *lengths])
+    operands = arrays(int(starts[-1]) + 2, value_dim=11)
+    pool = jnp.asarray(np.random.default_rng(1).standard_normal((8, 2, 8, 11)), jnp.float32)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(pool, *operands):
+        slots = jnp.asarray([read, write], jnp.int32)
+        states = PooledStates(pool, slots, jnp.asarray(starts, jnp.int32))
+        return FORMS[form](*operands, initial_state=states, return_state=True, implementation=how)
+
+    y, after = step(pool + 0, *operands)
+    expected = np.array(pool)
+    for s, length in enumerate(lengths):
+        if length:
+            tokens = slice(starts[s], starts[s + 1])
+            before = pool[read[s]][None] if read[s] >= 0 else None
+            part = (x[:, :, tokens] for x in operands)
+            alone, state = FORMS[form](*part, initial_state=before, return_state=True, implementation="xla")
+            contract.close(y[:, :, tokens], alone, 1e-5)
+            if write[s] < 8:
+                expected[write[s]] = state[0]
+    contract.close(after, jnp.asarray(expected), 1e-5)
+    np.testing.assert_array_equal(after[jnp.array([0, 3, 7])], pool[jnp.array([0, 3, 7])])
+    assert not y[:, :, starts[-1] :].any()
+
+
 @pytest.mark.turns(3)
 @pytest.mark.interpreter
 @pytest.mark.parametrize("heads", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3, 4))])
@@ -156,6 +201,13 @@ def test_errors_name_the_argument():
         r"`key` has dtype bfloat16.*`value` float32": lambda: linear_attention(query, key.astype("bfloat16"), value),
         r"`beta` has shape \(1, 2, 5\).*\(1, 2, 6\)": lambda: gated_delta_rule(query, key, value, decay, beta[..., :5]),
         "`key` has shape .*`query` has 1 heads": lambda: gated_delta_rule(query[:, :1], key, value),
+        "pool of shape .*for 1 rows with `segment_ids`": lambda: gated_delta_rule(
+            query,
+            key,
+            value,
+            initial_state=PooledStates(value, jnp.zeros((2, 1), jnp.int32), jnp.array([0, 6], jnp.int32)),
+            segment_ids=jnp.zeros((1, 6), jnp.int32),
+        ),
         r"state_space: `A` has shape \(3,\)": lambda: state_space(value, ones, jnp.ones(3), key, query),
         r"state_space: `B` has shape": lambda: state_space(value, ones, jnp.ones(2), key[:, :, :3], query),
     }.items():

@@ -21,15 +21,10 @@ from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
 from vishwamai.models.pages import PagedBatch
 from vishwamai.models.rotation import NO_ROTATION, Rope
+from vishwamai.ops.delta import PooledStates
 
 if TYPE_CHECKING:
-    from jax import Array
-    from jaxtyping import Float
-
     from vishwamai.models.config import ModelConfig
-
-_CHUNK = 64
-"""Tokens of a prompt that a step's recurrence takes in one turn of its loop."""
 
 
 class Tokens(Protocol):
@@ -59,8 +54,8 @@ class Tokens(Protocol):
         Args:
           name: entry of `Recurrent.state`, the shape of `initial_state` without its batch.
           function: called as `function(*operands, initial_state=..., segment_ids=..., return_state=...)`, of which it
-            gets what it needs, as `vishwamai.gated_delta_rule` and its relatives take them. Tokens whose operands are
-            all 0 must leave the state as it is.
+            gets what it needs, as `vishwamai.gated_delta_rule` and its relatives take them. A step of serving passes
+            `vishwamai.ops.delta.PooledStates`.
           operands: arrays `[batch, heads, seq, ...]`; None for an argument left out.
 
         Returns:
@@ -169,42 +164,11 @@ class StepTokens:
         return y[:, 0][None]
 
     def recur(self, name: str, function: Callable[..., Any], *operands: jax.Array | None) -> jax.Array:
-        states = self._before(name)
-        # One token of each sequence at once; then, in turn, the chunks of those with several.
-        first = operands if self._decodes else _tokens(operands, self._starts)
-        y, after = function(*_rows_of_tokens(first), initial_state=states, return_state=True)
-        y = jnp.swapaxes(y, 0, 2)
-        if not self._decodes:
-            single = self._counts == 1
-            states = jnp.where(single.reshape(-1, *[1] * (states.ndim - 1)), after.astype(states.dtype), states)
-            y = _scattered(y, jnp.where(single, self._starts, self._tokens), self._tokens)
-            y, after = self._prompts(function, operands, y, states)
-        self._after(name, after)
+        pool = self.pool[name]
+        slots = jnp.stack([jnp.where(self._begins, -1, self._read), self._write])
+        states = PooledStates(pool, slots, self._batch.cu_q_lens, self._decodes)
+        y, self.pool[name] = function(*operands, initial_state=states, return_state=True)
         return y
-
-    def _prompts(
-        self, function: Callable[..., Any], operands: tuple[jax.Array | None, ...], y: jax.Array, states: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """`y` and the states after the chunks of sequences with several new tokens."""
-        size = min(_CHUNK, self._tokens)
-        chunks = jnp.where(self._counts > 1, -(-self._counts // size), 0)
-        last = jnp.cumsum(chunks)
-        padded = tuple(None if x is None else _padded(x, size) for x in operands)
-
-        def turn(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            y, states = carry
-            sequence = jnp.searchsorted(last, i, side="right").astype(jnp.int32)
-            start = self._starts[sequence] + (i - last[sequence] + chunks[sequence]) * size
-            new = jnp.arange(size, dtype=jnp.int32) < self._ends[sequence] - start
-            part = (None if x is None else _masked(_slice(x, start, size), new) for x in padded)
-            state = jax.lax.dynamic_index_in_dim(states, sequence, keepdims=True)
-            out, state = function(*part, initial_state=state, return_state=True)
-            out = jnp.where(_along(new, out), out, _slice(y, start, size))
-            y = jax.lax.dynamic_update_slice_in_dim(y, out, start, 2)
-            return y, jax.lax.dynamic_update_index_in_dim(states, state.astype(states.dtype), sequence, 0)
-
-        y, states = jax.lax.fori_loop(0, last[-1], turn, (_padded(y, size), states))
-        return y[:, :, : self._tokens], states
 
     def _before(self, name: str) -> jax.Array:
         """The states before the step, `[sequences, ...]`; 0 of sequences that begin."""
@@ -216,36 +180,3 @@ class StepTokens:
         pool = self.pool[name]
         slots = jnp.where(self._counts > 0, self._write, pool.shape[0])
         self.pool[name] = pool.at[slots].set(states.astype(pool.dtype), mode="drop")
-
-
-def _along(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """A mask of tokens in the shape that fits `[batch, heads, tokens, ...]`."""
-    return mask.reshape(-1, *[1] * (x.ndim - 3))
-
-
-def _masked(x: jax.Array, mask: jax.Array) -> jax.Array:
-    return jnp.where(_along(mask, x), x, 0)
-
-
-def _slice(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, start, size, 2)
-
-
-def _padded(x: jax.Array, size: int) -> jax.Array:
-    return jnp.pad(x, [(0, 0), (0, 0), (0, size), *[(0, 0)] * (x.ndim - 3)])
-
-
-def _tokens(operands: tuple[jax.Array | None, ...], index: jax.Array) -> tuple[jax.Array | None, ...]:
-    """Those tokens of operands `[1, heads, tokens, ...]`."""
-    return tuple(None if x is None else jnp.take(x, index, axis=2, mode="clip") for x in operands)
-
-
-def _rows_of_tokens(operands: tuple[jax.Array | None, ...]) -> tuple[jax.Array | None, ...]:
-    """Operands with a row for each token, `[tokens, heads, 1, ...]`."""
-    return tuple(None if x is None else jnp.swapaxes(x, 0, 2) for x in operands)
-
-
-def _scattered(y: Float[Array, "1 heads rows ..."], places: jax.Array, count: int) -> jax.Array:
-    """`[1, heads, count, ...]` with the rows of y at places below `count`, 0 elsewhere."""
-    empty = jnp.zeros((*y.shape[:2], count, *y.shape[3:]), y.dtype)
-    return empty.at[:, :, places].set(y, mode="drop")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,6 +16,7 @@ from vishwamai.core.spec import as_array
 from vishwamai.core.types import AnyArray
 from vishwamai.ops.delta.chunked import XLA_CHUNKED
 from vishwamai.ops.delta.cpu import NATIVE
+from vishwamai.ops.delta.pooled import PooledStates, step
 from vishwamai.ops.delta.reference import XLA
 from vishwamai.ops.delta.spec import (
     SIGNATURE,
@@ -42,7 +45,7 @@ def gated_delta_rule(
     beta: Float[Array, "batch heads seq"] | None = None,
     *,
     scale: float | None = None,
-    initial_state: Float[Array, "batch heads key_dim value_dim"] | None = None,
+    initial_state: Float[Array, "batch heads key_dim value_dim"] | PooledStates | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     return_state: bool = False,
     config: object = None,
@@ -65,7 +68,8 @@ def gated_delta_rule(
         key_dim]` for one of each channel; None for 0.
       beta: `[batch, heads, seq]`, how much of the correction a token writes; None for 1.
       scale: factor of the query; None for key_dim ** -0.5.
-      initial_state: `[batch, heads, key_dim, value_dim]`; None for zeros.
+      initial_state: `[batch, heads, key_dim, value_dim]`; None for zeros. Or `vishwamai.ops.delta.PooledStates`, the
+        slots of a pool for several sequences in one row; the call then returns the pair (y, pool).
       segment_ids: integers `[batch, seq]` of packed sequences. The state begins anew at each run of equal ids;
         `initial_state` belongs to the first run.
       return_state: returns the state after the last token too.
@@ -89,6 +93,10 @@ def gated_delta_rule(
     """
     name = "gated_delta_rule"
     arrays = Operands(value, query, key, _with_channels(name, decay), beta, None, initial_state, segment_ids)
+    if isinstance(initial_state, PooledStates):
+        tokens = query, key, value, decay, beta
+        part = functools.partial(gated_delta_rule, scale=scale)
+        return _step(name, part, arrays, tokens, scale, True, config, implementation)
     return _call(name, arrays, scale, True, return_state, config, implementation)
 
 
@@ -100,7 +108,7 @@ def linear_attention(
     decay: Float[Array, "batch heads seq *key_dim"] | None = None,
     *,
     scale: float | None = None,
-    initial_state: Float[Array, "batch heads key_dim value_dim"] | None = None,
+    initial_state: Float[Array, "batch heads key_dim value_dim"] | PooledStates | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     return_state: bool = False,
     config: object = None,
@@ -119,6 +127,10 @@ def linear_attention(
     """
     name = "linear_attention"
     arrays = Operands(value, query, key, _with_channels(name, decay), None, None, initial_state, segment_ids)
+    if isinstance(initial_state, PooledStates):
+        tokens = query, key, value, decay
+        part = functools.partial(linear_attention, scale=scale)
+        return _step(name, part, arrays, tokens, scale, False, config, implementation)
     return _call(name, arrays, scale, False, return_state, config, implementation)
 
 
@@ -131,7 +143,7 @@ def state_space(
     C: Float[Array, "batch groups seq state_dim"],
     D: Float[Array, " heads"] | None = None,
     *,
-    initial_state: Float[Array, "batch heads state_dim head_dim"] | None = None,
+    initial_state: Float[Array, "batch heads state_dim head_dim"] | PooledStates | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
     return_state: bool = False,
     config: object = None,
@@ -159,11 +171,19 @@ def state_space(
     [11.000, 11.368, 11.503]
     """
     name = "state_space"
-    check_state_space(x, dt, A, B, C, D, initial_state, segment_ids)
+    check_state_space(
+        x, dt, A, B, C, D, None if isinstance(initial_state, PooledStates) else initial_state, segment_ids
+    )
     dt, A = as_array(name, "dt", dt), as_array(name, "A", A)
     wide = accumulator_dtype(dt.dtype)
     decay = state_space_decay(dt.astype(wide), A.astype(wide))
     arrays = Operands(x, C, B, decay, dt, D, initial_state, segment_ids)
+    if isinstance(initial_state, PooledStates):
+
+        def part(x: AnyArray, dt: AnyArray, B: AnyArray, C: AnyArray, **options: Any) -> Any:
+            return state_space(x, dt, A, B, C, D, **options)
+
+        return _step(name, part, arrays, (x, dt, B, C), 1.0, False, config, implementation)
     return _call(name, arrays, 1.0, False, return_state, config, implementation)
 
 
@@ -185,3 +205,22 @@ def _call(
     spec = describe(array_specs(arrays), function, scale, correction, return_state)
     y, state = public_call(DELTA, SIGNATURE, spec, arrays, config=config, implementation=implementation)
     return (y, state) if return_state else y
+
+
+def _step(
+    name: str,
+    part: Callable[..., Any],
+    arrays: Operands,
+    tokens: tuple[AnyArray, ...],
+    scale: float | None,
+    correction: bool,
+    config: object,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """A call with states in a pool; `part` is the public function of its operands that have tokens, `tokens`."""
+    states = arrays.initial_state
+    arrays = as_arrays(name, arrays._replace(initial_state=None))
+    spec = describe(array_specs(arrays), name, scale, correction, True)
+    plan = DELTA.plan(spec, config=config, implementation=implementation)
+    part = functools.partial(part, return_state=True, config=config, implementation=implementation)
+    return step(name, plan, arrays, tokens, part, states)

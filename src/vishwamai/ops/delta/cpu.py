@@ -17,6 +17,8 @@ from vishwamai.ops.delta import chunked
 from vishwamai.ops.delta.spec import DeltaSpec, Operands, Outputs
 
 _HANDLER = "vishwamai_delta"
+STEP = "vishwamai_delta_step"
+"""The handler of `step`."""
 _NATIVE = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -60,6 +62,16 @@ def forward(spec: DeltaSpec, operands: Operands) -> tuple[Outputs, None]:
         **options,
     )
     return Outputs(y, state), None
+
+
+def step(
+    spec: DeltaSpec, operands: Operands, pool: AnyArray, slots: AnyArray, starts: AnyArray
+) -> tuple[AnyArray, AnyArray]:
+    """y and the pool of `pooled.PooledStates`, whose memory is changed in place."""
+    arrays, options = arguments(spec, operands)
+    results = ffi.result(operands.value.shape, operands.value.dtype), ffi.result(pool.shape, pool.dtype)
+    y, pool = ffi.call(STEP, results, *arrays, pool, slots, starts, aliases={6: 1}, vmap_method="sequential", **options)
+    return y, pool
 
 
 def backward(spec: DeltaSpec, operands: Operands, outputs: Outputs, residuals: None, cotangents: Outputs) -> Operands:
