@@ -12,11 +12,12 @@ computed last: a guess of the others may be worse for it, and no answer changes,
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from vishwamai.core.types import PyTree
 from vishwamai.inference.pools import zeros
 from vishwamai.inference.sharding import gathered, place_of, put, replicated
 from vishwamai.models.pages import PagedBatch
@@ -45,7 +46,7 @@ class HeadMemory:
       page_size: tokens of a page. Static.
     """
 
-    pools: tuple[Any, ...]
+    pools: tuple[PyTree, ...]
     ring: Array
     ends: Array
     guessed: Array
@@ -64,7 +65,7 @@ def hidden_bytes(config: ModelConfig, limits: Limits, drafts: int, itemsize: int
 
 
 def head_memory(
-    head: NextTokenHead, pools: tuple[Any, ...], limits: Limits, num_pages: int, drafts: int, mesh: Mesh | None
+    head: NextTokenHead, pools: tuple[PyTree, ...], limits: Limits, num_pages: int, drafts: int, mesh: Mesh | None
 ) -> HeadMemory:
     """The memory before the first step.
 
@@ -80,7 +81,7 @@ def head_memory(
     sizes = ((slots, drafts + 2, size), (num_pages, size), (slots, size))
     shapes = tuple(jax.ShapeDtypeStruct(shape, head.dtype) for shape in sizes)
     place = place_of(head)
-    arrays: tuple[Any, ...] = zeros(shapes) if place is None else shapes
+    arrays: tuple[PyTree, ...] = zeros(shapes) if place is None else shapes
     arrays = put(arrays, place) if mesh is None and place is not None else replicated(arrays, mesh)
     ring, ends, guessed = arrays
     return HeadMemory(pools, ring, ends, guessed, limits.page_size)

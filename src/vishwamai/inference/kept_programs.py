@@ -28,6 +28,7 @@ import vishwamai
 from vishwamai.core import caches, ffi, jax_cache, jax_private, observe
 from vishwamai.core.config import current_config
 from vishwamai.core.execute import platform_of
+from vishwamai.core.types import PyTree
 from vishwamai.inference.sampling import Proposals, Sampled
 
 PACKAGES = ("flax", "jax", "jaxlib", "ml_dtypes", "numpy")
@@ -78,7 +79,7 @@ def writable(lowered: Any) -> Any:
         jax_cache.turn(on=True)
 
 
-def write_program(path: Path, program: object, arguments: tuple[Any, ...]) -> bool:
+def write_program(path: Path, program: object, arguments: tuple[PyTree, ...]) -> bool:
     """Writes a program that `writable` compiled for these arguments; False where it cannot be written.
 
     Raises:
@@ -189,7 +190,7 @@ def _path(function: object, arguments: tuple[Any, ...]) -> Path | None:
     return Path(root, "traced", f"{hashlib.sha256(identity(function, arguments).encode()).hexdigest()}-cache")
 
 
-def identity(function: Any, arguments: tuple[Any, ...]) -> str:
+def identity(function: Any, arguments: tuple[PyTree, ...]) -> str:
     """All that decides what the program is, as text."""
     partial = function.__wrapped__
     partial = partial if isinstance(partial, functools.partial) else functools.partial(partial)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.inference import kept_programs
 from vishwamai.inference.sharding import gathered, on_mesh, place_of, place_pool, put
 from vishwamai.models.minilm import sentences
@@ -76,7 +77,7 @@ def make_pools(
     mesh: Mesh | None = None,
     window_pages: Mapping[int, int] | None = None,
     num_states: int = 0,
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     """Empty pools, as `Decoder.step` takes them.
 
     Args:
@@ -136,7 +137,7 @@ def calibration_tokens(vocab: int, most: int, tokenizer: Any) -> list[int]:
     return np.random.default_rng(0).integers(0, vocab, most).tolist()
 
 
-def _empty(model: Decoder, shapes: Sequence[Any], mesh: Mesh | None) -> tuple[Any, ...]:
+def _empty(model: Decoder, shapes: Sequence[PyTree], mesh: Mesh | None) -> tuple[PyTree, ...]:
     if mesh is None:
         leaves, tree = jax.tree.flatten(tuple(shapes))
         return jax.tree.unflatten(tree, zeros(leaves))
@@ -145,7 +146,7 @@ def _empty(model: Decoder, shapes: Sequence[Any], mesh: Mesh | None) -> tuple[An
     )
 
 
-def zeros(shapes: Sequence[Any]) -> tuple[jax.Array, ...]:
+def zeros(shapes: Sequence[PyTree]) -> tuple[jax.Array, ...]:
     """Arrays of zeros, by one program, which is kept.
 
     The zeros of each dtype are arguments: of a constant, XLA makes a fill that one core of a CPU does alone.
@@ -161,21 +162,21 @@ def _described(model: Decoder, pools: Iterable[Any], mesh: Mesh | None, place: A
     return tuple(put(pool, place) if mesh is None else place_pool(model.config, pool, mesh) for pool in pools)
 
 
-def with_scales(pool: Any, layers: Any) -> Any:
+def with_scales(pool: PyTree, layers: PyTree) -> PyTree:
     """The shape of a pool of 8 bits with its scales; `layers`: that of one page of each layer."""
     pages = pages_of(pool)
     if pages is None:
         return pool
-    scale: Any = jax.ShapeDtypeStruct((pages_of(layers).shape[0], scale_heads(pages.shape[2:])), jnp.float32)
+    scale: PyTree = jax.ShapeDtypeStruct((pages_of(layers).shape[0], scale_heads(pages.shape[2:])), jnp.float32)
     return with_pages(pool, QuantizedPages(pages, scale, scale))
 
 
-def with_token_scales(pool: Any) -> Any:
+def with_token_scales(pool: PyTree) -> PyTree:
     """The shape of a pool of 8 bits with a scale for each token and head; latent pages have one for key and value."""
     pages = pages_of(pool)
     if pages is None:
         return pool
-    scale: Any = jax.ShapeDtypeStruct(scale_shape(pages.shape), jnp.float32)
+    scale: PyTree = jax.ShapeDtypeStruct(scale_shape(pages.shape), jnp.float32)
     return with_pages(pool, QuantizedPages(pages, scale, scale if len(pages.shape) > 3 else None))
 
 
@@ -197,7 +198,7 @@ def _largest(
     kv_lens, ends = jnp.array([count], jnp.int32), jnp.array([0, count], jnp.int32)
     batch = PagedBatch(kv_lens, table, ends, count, states=jnp.zeros((2, 1), jnp.int32))
 
-    def of(pool: Any) -> tuple[jax.Array, jax.Array] | None:
+    def of(pool: PyTree) -> tuple[jax.Array, jax.Array] | None:
         pool = pages_of(pool)
         if pool is None:
             return None
@@ -210,7 +211,7 @@ def _largest(
         return maxima[:, 0::2], maxima[:, 1::2]  # [layers, heads] each
 
     @jax.jit
-    def measure(model: Decoder, pools: Any, tokens: jax.Array) -> list[tuple[jax.Array, jax.Array] | None]:
+    def measure(model: Decoder, pools: PyTree, tokens: jax.Array) -> list[tuple[jax.Array, jax.Array] | None]:
         _, pools = model.step(tokens, pools, batch)
         return [of(gathered(pool, mesh)) for pool in pools]
 

@@ -31,6 +31,7 @@ from vishwamai.core.config import current_config
 from vishwamai.core.errors import DeviceError
 from vishwamai.core.hardware import tpu_for
 from vishwamai.core.target import Target
+from vishwamai.core.types import PyTree
 from vishwamai.inference import kept_programs
 from vishwamai.inference.assembly import assemble
 from vishwamai.inference.compiled_function import cached
@@ -138,7 +139,7 @@ def _devices_text(load: Load) -> str:
     return f"{len(devices)} devices of {chip.name} in {sides}"
 
 
-def _signature(arguments: tuple[Any, ...]) -> str:
+def _signature(arguments: tuple[PyTree, ...]) -> str:
     """A digest of the shapes and dtypes of arguments."""
     shapes = [(list(x.shape), x.dtype.name) for x in jax.tree.leaves(arguments)]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()

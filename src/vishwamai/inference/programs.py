@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vishwamai.core.host_memory import give_back
+from vishwamai.core.types import PyTree
 from vishwamai.inference.compiled_function import CompiledFunction, Kernels, Store, cached
 from vishwamai.inference.drafting import DraftPages, computed, draft_step
 from vishwamai.inference.limits import Limits
@@ -104,7 +105,7 @@ class Programs:
         self,
         model: Decoder,
         limits: Limits,
-        pages: tuple[Any, ...],
+        pages: tuple[PyTree, ...],
         drafts: int = 0,
         on_program: Callable[[int, int, str], None] | None = None,
         mesh: Mesh | None = None,
@@ -114,22 +115,22 @@ class Programs:
         lazy: bool = False,
         kernels: Kernels = contextlib.nullcontext,
         sizes: AdapterSizes | None = None,
-        matrices: Any = None,
+        matrices: PyTree = None,
         store: Store = cached,
     ):
         self.sizes, self.matrices, self.mesh = sizes, matrices, mesh
         self.model, self.limits, self.draft, self.drafts, self.windows = model, limits, draft, drafts, tuple(windows)
         self.vocab = model.config.vocab_size
         self.shapes = step_shapes(limits, drafts)
-        self.pages: Any = pages
-        self.draft_pages: Any = draft_pages
+        self.pages: PyTree = pages
+        self.draft_pages: PyTree = draft_pages
         # One column more than tokens: the draw after the last guess may fall there.
         history = jax.ShapeDtypeStruct((limits.max_sequences, limits.max_length + drafts + 1), jnp.int32)
         rows = sorted({shape.rows for shape in self.shapes})
         masks: dict[int, Any] = {n: all_allowed(n, self.vocab) for n in rows}
         place = place_of(model)
         if place is None:
-            self.history: Any = replicated(zeros([history])[0], mesh)
+            self.history: PyTree = replicated(zeros([history])[0], mesh)
             self._all_allowed = {
                 n: replicated(jax.device_put(mask, may_alias=False), mesh) for n, mask in masks.items()
             }
@@ -148,7 +149,7 @@ class Programs:
             self.compiled += 1
 
         def program(
-            name: str, early: bool, function: Callable[..., Any], donated: int | tuple[int, ...], *arguments: Any
+            name: str, early: bool, function: Callable[..., PyTree], donated: int | tuple[int, ...], *arguments: PyTree
         ) -> CompiledFunction:
             jitted = jax.jit(function, donate_argnums=donated)
             compiled_program = CompiledFunction(name, jitted, mesh, kernels, report, store)
@@ -199,10 +200,10 @@ class Programs:
         arrays = jax.tree.leaves((self.pages, self.draft_pages, self.history))
         return not any(x.is_deleted() for x in arrays if isinstance(x, jax.Array))
 
-    def _state(self) -> tuple[Any, ...]:
+    def _state(self) -> tuple[PyTree, ...]:
         return self.model, self.pages, self.draft, self.draft_pages, self.matrices
 
-    def _sampling(self, rows: int) -> tuple[Any, ...]:
+    def _sampling(self, rows: int) -> tuple[PyTree, ...]:
         logits = jax.ShapeDtypeStruct((rows, self.vocab), jnp.float32)
         return logits, empty_rows(rows, self.limits.max_sequences, self.vocab), self.history
 

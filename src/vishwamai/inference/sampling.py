@@ -22,7 +22,7 @@ from jax import lax
 
 from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import ShapeError
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.inference.logits import argmax, penalized, shaped
 
 if TYPE_CHECKING:
@@ -140,39 +140,39 @@ class Sampling:
 class Rows(NamedTuple):
     """What `sample` needs of each row of logits; arrays `[rows]` unless another shape is given."""
 
-    slot: Any  # int32, the row of the history; out of range for a row that does not count
-    position: Any  # int32, of the token that is drawn, in its sequence
-    prompt_length: Any  # int32
-    seed: Any  # uint32
-    choice: Any  # uint32, which of a request's n answers
-    temperature: Any  # float32, as all below
-    top_k: Any  # int32, 0: all
-    top_p: Any
-    min_p: Any
-    repetition: Any
-    presence: Any
-    frequency: Any
-    logprobs: Any  # bool
-    bias_tokens: Any  # int32 [rows, MAX_BIASES], out of range where there is none
-    bias_values: Any  # float32 [rows, MAX_BIASES]
-    proposal: Any  # int32, the entry of `Proposals` that is checked here; -1: none
-    rejects: Any  # bool, proposals are checked by their probability, not by the noise of the draw (`drafting`)
+    slot: AnyArray  # int32, the row of the history; out of range for a row that does not count
+    position: AnyArray  # int32, of the token that is drawn, in its sequence
+    prompt_length: AnyArray  # int32
+    seed: AnyArray  # uint32
+    choice: AnyArray  # uint32, which of a request's n answers
+    temperature: AnyArray  # float32, as all below
+    top_k: AnyArray  # int32, 0: all
+    top_p: AnyArray
+    min_p: AnyArray
+    repetition: AnyArray
+    presence: AnyArray
+    frequency: AnyArray
+    logprobs: AnyArray  # bool
+    bias_tokens: AnyArray  # int32 [rows, MAX_BIASES], out of range where there is none
+    bias_values: AnyArray  # float32 [rows, MAX_BIASES]
+    proposal: AnyArray  # int32, the entry of `Proposals` that is checked here; -1: none
+    rejects: AnyArray  # bool, proposals are checked by their probability, not by the noise of the draw (`drafting`)
 
 
 class Proposals(NamedTuple):
     """Tokens that a draft model drew, and from what."""
 
-    tokens: Any  # int32 [proposals]
-    logits: Any  # float32 [proposals, vocab], of the distribution of each
+    tokens: AnyArray  # int32 [proposals]
+    logits: AnyArray  # float32 [proposals, vocab], of the distribution of each
 
 
 class Sampled(NamedTuple):
     """What was drawn."""
 
-    tokens: Any  # int32 [rows]; `NO_TOKEN` where the logits are not numbers
-    logprobs: Any  # float32 [rows], of the tokens
-    top_tokens: Any  # int32 [rows, MAX_LOGPROBS], the most likely first; 0 where no row asked
-    top_logprobs: Any  # float32 [rows, MAX_LOGPROBS]
+    tokens: AnyArray  # int32 [rows]; `NO_TOKEN` where the logits are not numbers
+    logprobs: AnyArray  # float32 [rows], of the tokens
+    top_tokens: AnyArray  # int32 [rows, MAX_LOGPROBS], the most likely first; 0 where no row asked
+    top_logprobs: AnyArray  # float32 [rows, MAX_LOGPROBS]
 
 
 def empty_rows(rows: int, slots: int, vocab: int) -> Rows:

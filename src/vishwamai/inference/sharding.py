@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.core.qtensor import QTensor
+from vishwamai.core.types import PyTree
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.pages import MixedPool, QuantizedPages
 from vishwamai.models.parameters import LOGICAL_NAMES, Parameter, split_units
@@ -169,7 +170,7 @@ def adapter_shapes(
     }
 
 
-def place_pool(config: ModelConfig, pool: Any, mesh: Mesh | None) -> Any:
+def place_pool(config: ModelConfig, pool: PyTree, mesh: Mesh | None) -> PyTree:
     """A pool of pages `[pages, page_size, 2 * kv_heads, head_dim]`, or a latent one, over the mesh; states lie on each
     device, which has all heads of their layers.
     """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
+from vishwamai.core.types import PyTree
 from vishwamai.inference.answers import TokenLogprobs
 from vishwamai.inference.programs import Programs
 from vishwamai.inference.requests import Branch
@@ -27,7 +27,7 @@ class Sent:
 
     works: tuple[tuple[Work, Branch, int], ...]
     sampled: Sampled
-    guessed: tuple[Any, ...] = ()
+    guessed: tuple[PyTree, ...] = ()
 
     def guesses(self, place: int) -> tuple[int, ...]:
         """What work number `place` guessed; waits for the device."""

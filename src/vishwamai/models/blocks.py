@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def linear(
     x: jax.Array,
-    weight: Any,
+    weight: PyTree,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
     activation: str | None = None,
@@ -36,7 +36,7 @@ def linear(
     return vishwamai.gemm(x, in_dtype(weight, x.dtype), **options)
 
 
-def in_dtype(weight: Any, dtype: DTypeLike) -> Any:
+def in_dtype(weight: PyTree, dtype: DTypeLike) -> PyTree:
     """A plain weight in a dtype; another as it is."""
     return weight.astype(dtype) if isinstance(weight, jax.Array) else weight
 
@@ -70,7 +70,7 @@ def norm(
     return vishwamai.rms_norm(x, scale, eps=config.norm_eps, scale_offset=offset, residual=residual)
 
 
-def head_matrix(config: ModelConfig, head: Any) -> Any:
+def head_matrix(config: ModelConfig, head: PyTree) -> PyTree:
     """The head `[vocab, hidden]` that the logits are a product with, of the head as the model has it.
 
     Raises:

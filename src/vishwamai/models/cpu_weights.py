@@ -10,6 +10,7 @@ import jax
 from vishwamai.core.arguments import checked
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.packed_qtensor import has_kernel
+from vishwamai.core.types import PyTree
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.periods import segments
 from vishwamai.models.shifted_weight import ShiftedWeight
@@ -53,7 +54,7 @@ def pack_weights(model: Decoder, *, quantize_head: bool = False) -> Decoder:
     return model
 
 
-def _packed(value: Any) -> Any:
+def _packed(value: PyTree) -> PyTree:
     if isinstance(value, ShiftedWeight):
         return dataclasses.replace(value, weight=_packed(value.weight))
     return pack_weight(value)

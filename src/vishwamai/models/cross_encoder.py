@@ -17,6 +17,7 @@ import numpy as np
 
 import vishwamai
 from vishwamai.core.errors import UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.models import bert
 from vishwamai.models.bert import BertConfig
 from vishwamai.models.encoder_tensors import Linear, Norm, TensorReader
@@ -80,7 +81,7 @@ class CrossEncoder:
       sigmoid: flag, scores are probabilities; False: logits.
     """
 
-    parameters: Any
+    parameters: PyTree
     head: Head
     config: EncoderConfig
     tokenizer: Any

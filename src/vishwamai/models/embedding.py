@@ -14,6 +14,7 @@ import numpy as np
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.core.pallas import round_up
+from vishwamai.core.types import PyTree
 from vishwamai.models import bert
 from vishwamai.models.adapters import read_modules
 from vishwamai.models.encoders import EncoderConfig, read_encoder_config
@@ -58,7 +59,7 @@ class SentenceEncoder:
       tasks: parameters with the adapter of a task, by the prompt's name.
     """
 
-    parameters: Any
+    parameters: PyTree
     config: EncoderConfig
     tokenizer: Any
     max_tokens: int
@@ -95,7 +96,7 @@ class SentenceEncoder:
         config = read_encoder_config(files.folder)
         tokenizer = read_raw_tokenizer(files.folder, config.vocab_size)
         length = longest_text(files.folder, config)
-        parameters: Any = config.read(files.folder, dtype)
+        parameters: PyTree = config.read(files.folder, dtype)
         prompts, default, tasks = dict(files.prompts), files.default_prompt, {}
         folders = {path.parent.name: path.parent for path in files.folder.glob("*/adapter_config.json")}
         if folders and not isinstance(config, RotaryBertConfig):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from vishwamai.core.types import PyTree
 from vishwamai.models.storage import Storage
 from vishwamai.models.variables import parameter_variables
 
@@ -52,7 +53,7 @@ def losses(model: Decoder, rows: Sequence[Sequence[int]], storage: Storage) -> d
         return jnp.sum(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, tokens[1:, None], -1)[:, 0])
 
     gradient = jax.grad(loss)
-    squares: Any = jax.tree.map(jnp.zeros_like, weights)
+    squares: PyTree = jax.tree.map(jnp.zeros_like, weights)
     for row in rows:
         squares = _with_squares(squares, gradient(weights, jnp.asarray(list(row), jnp.int32)))
     sums: dict[Unit, float] = {}
@@ -65,7 +66,7 @@ def losses(model: Decoder, rows: Sequence[Sequence[int]], storage: Storage) -> d
 
 
 @jax.jit
-def _with_squares(squares: Any, gradients: Any) -> Any:
+def _with_squares(squares: PyTree, gradients: PyTree) -> PyTree:
     return jax.tree.map(lambda total, gradient: total + gradient * gradient, squares, gradients)
 
 

@@ -27,6 +27,7 @@ import vishwamai
 from vishwamai.core import caches, ffi
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
+from vishwamai.core.types import PyTree
 from vishwamai.models.config import read_config
 from vishwamai.models.decoder import Decoder
 from vishwamai.models.parameters import Parameter, parameter_path
@@ -73,7 +74,7 @@ def _read(checkpoint: Path, form: Form) -> Decoder:
         part = data[entry["offset"] : entry["offset"] + dtype.itemsize * math.prod(shape)]
         return jax.device_put(part.view(dtype).reshape(shape))
 
-    def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
+    def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> PyTree:
         del parameter
         entry = index["parameters"][parameter_path(name, None if layers is None else layers[0])]
         arrays = {field: array(value) for field, value in entry["arrays"].items()}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.models.periods import segments
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class QuantizedPages:
         None for `v_scale` of tokens.
     """
 
-    pool: Any
+    pool: PyTree
     k_scale: Float[Array, ...]
     v_scale: Float[Array, ...] | None
 
@@ -96,11 +97,11 @@ class MixedPool:
       states: arrays `[slots, ...]` by the names of `Mixer.state`.
     """
 
-    pages: Any
-    states: Any
+    pages: PyTree
+    states: PyTree
 
 
-def pages_of(pool: Any) -> Any:
+def pages_of(pool: PyTree) -> PyTree:
     """The pages of a layer's pool; None where it has states alone."""
     if isinstance(pool, MixedPool):
         return pool.pages
@@ -175,7 +176,7 @@ def page_shapes(
     stacked: bool | None = None,
     window_pages: Mapping[int, int] | None = None,
     num_states: int = 0,
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     """Shapes of the pools that `Decoder.step` takes, one for each layer, or for each group of stacked layers.
 
     A group's pool holds `num_pages` of each of its layers; page tables count the pages of one layer. Layers with a
@@ -210,7 +211,7 @@ def page_shapes(
         raise ShapeError(f"page_shapes: `dtype` is {described(dtype)}; pass a dtype, such as jnp.bfloat16 or 'int8'.")
     counts: Mapping[Any, int] = window_pages or {}
 
-    def pool(kind: LayerKind, layers: int) -> Any:
+    def pool(kind: LayerKind, layers: int) -> PyTree:
         states = None
         if arrays := kind.mixer.state(config):
             if num_states < 1:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import vishwamai
+from vishwamai.core.types import PyTree
 from vishwamai.ops.rope import Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def rotated(
     options: dict[str, Any] = {"theta": rope.theta, "rotary_dim": width, "layout": "bshd"}
     options["interleaved"] = config.rope_interleaved
     scaling, heads = rope.scaling, query if key is None else (query, key)
-    turned: Any
+    turned: PyTree
     if lengths is None or not isinstance(scaling, LongRopeScaling):
         turned = vishwamai.apply_rope(heads, positions, scaling=scaling, **options)
     else:
@@ -98,7 +99,7 @@ def _proportional(
         parts = [y[..., :turning], x[..., turning : dim // 2], y[..., turning:], x[..., dim // 2 + turning :]]
         return jnp.concatenate(parts, axis=-1)
 
-    turned: Any = rotated(config, inner, split(query), None if key is None else split(key), positions)
+    turned: PyTree = rotated(config, inner, split(query), None if key is None else split(key), positions)
     return joined(query, turned[0]), None if key is None else joined(key, turned[1])
 
 

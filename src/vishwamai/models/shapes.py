@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
+from vishwamai.core.types import PyTree
 from vishwamai.models.checkpoint import storages
 from vishwamai.models.config import ModelConfig
 from vishwamai.models.decoder import Decoder
@@ -53,7 +54,7 @@ def decoder_shapes(
     published = storages(directory, config) if quantize == KEEP else None
     form = None if quantize is None or quantize == KEEP else QUANTIZATIONS[quantize]
 
-    def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
+    def make(name: str, parameter: Parameter, layers: tuple[int, ...] | None) -> PyTree:
         layer = None if layers is None else layers[0]
         where = parameter_path(name, layer)
         storage = form if parameter.matrix else None

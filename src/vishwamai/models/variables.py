@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
+from vishwamai.core.types import PyTree
 from vishwamai.models.parameters import top_parameters
 from vishwamai.models.periods import segments
 
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from vishwamai.models.parameters import Parameter
 
 
-def named_parameters(model: Decoder) -> list[tuple[str, Parameter, int | None, Any]]:
+def named_parameters(model: Decoder) -> list[tuple[str, Parameter, int | None, PyTree]]:
     """Every parameter of a decoder with its table's entry: name, entry, layer (None outside the layers) and value, each
     layer of a stack on its own.
     """
-    parameters: list[tuple[str, Parameter, int | None, Any]] = []
+    parameters: list[tuple[str, Parameter, int | None, PyTree]] = []
     for name, entry, layers, variable in parameter_variables(model):
         value = variable.get_value()
         if layers is None or len(layers) == 1:

@@ -13,6 +13,7 @@ import numpy as np
 
 from vishwamai.core.arguments import described
 from vishwamai.core.errors import ShapeError, VishwamaiError
+from vishwamai.core.types import PyTree
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -26,14 +27,14 @@ class Subject:
     """What is profiled: a function of `state` and `inputs`. `tokens`: integers below this are legal inputs."""
 
     name: str
-    run: Callable[..., Any]
-    state: tuple[Any, ...]
+    run: Callable[..., PyTree]
+    state: tuple[PyTree, ...]
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     tokens: int
     devices: int
 
     @property
-    def shapes(self) -> tuple[Any, ...]:
+    def shapes(self) -> tuple[PyTree, ...]:
         """The arguments without values."""
         return (*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state), *self.inputs)
 

@@ -71,7 +71,7 @@ class Serving:
 
         return nnx.split(nnx.eval_shape(build))
 
-    def pages(self, tokens: int | None = None) -> tuple[Any, ...]:
+    def pages(self, tokens: int | None = None) -> tuple[PyTree, ...]:
         """Pools for every sequence at its full length, or for so many tokens without rings; of 8 bits with their
         scales; of states for every sequence.
         """
@@ -155,7 +155,7 @@ def trace_serving(
     return trace(step, *arguments, target=target.partition(":")[0])
 
 
-def _tables(serving: Serving, rows: int, new: int, context: int) -> tuple[Any, ...]:
+def _tables(serving: Serving, rows: int, new: int, context: int) -> tuple[PyTree, ...]:
     """kv_lens, page_table and cu_q_lens of `rows` sequences of `context` tokens, `new` ones among them, whose pages are
     in random order.
     """

@@ -6,7 +6,7 @@ the old moments, so XLA on the CPU copies every moment before it overwrites it. 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def scale_by_adam(
         return Moments(jnp.zeros((), jnp.int32), mu, jax.tree.map(jnp.zeros_like, params))
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, *, good: bool | jax.Array = True, **_: object
+        updates: PyTree, state: PyTree, params: PyTree = None, *, good: bool | jax.Array = True, **_: object
     ) -> tuple[PyTree, Moments]:
         del params
         good = jnp.asarray(good)

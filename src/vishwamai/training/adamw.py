@@ -49,7 +49,7 @@ def adamw(
     chain = optax.chain(scale_by_adam(b1, b2, eps, mu_dtype=jnp.dtype(section.moment_dtype)), grouped, rate)
 
     def one_pass(
-        gradients: PyTree, params: PyTree, state: Any, clip: AnyArray, good: AnyArray
+        gradients: PyTree, params: PyTree, state: PyTree, clip: AnyArray, good: AnyArray
     ) -> tuple[PyTree, PyTree]:
         moments, no_state, steps = state
         count = optax.safe_increment(moments.count)

@@ -163,7 +163,9 @@ class FP8Optimizer:
         """The parameters and the scales as one tree, to differentiate by."""
         return params | {SCALES: state.scales} if state.scales else params
 
-    def value_and_grad(self, loss: Callable[..., object], has_aux: bool = False) -> Callable[..., tuple[Any, PyTree]]:
+    def value_and_grad(
+        self, loss: Callable[..., object], has_aux: bool = False
+    ) -> Callable[..., tuple[PyTree, PyTree]]:
         """`jax.value_and_grad` of a loss whose products with the targets are those of 8-bit floats.
 
         Args:
@@ -208,7 +210,7 @@ def attach(trained: PyTree, recipe: Recipe, is_target: Callable[[str], bool]) ->
     params = dict(trained)
     scales = params.pop(SCALES, {})
 
-    def weight(name: str, leaf: PyTree) -> Any:
+    def weight(name: str, leaf: PyTree) -> PyTree:
         return FP8Weight(leaf, scales.get(name, {}), recipe) if is_target(name) else leaf
 
     return jax.tree.map(weight, path_names(params), params)
@@ -218,7 +220,7 @@ def detach(attached: PyTree) -> PyTree:
     """The tree that `attach` took, of the one that it gave or of its gradients."""
     scales: dict[str, dict[str, Any]] = {}
 
-    def detached(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+    def detached(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         if not isinstance(leaf, FP8Weight):
             return leaf
         if leaf.scales:

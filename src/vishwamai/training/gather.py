@@ -117,8 +117,8 @@ def gathered_axis(layout: Layout, name: str) -> int | None:
 
 
 def over_devices(
-    layout: Layout, compute: Callable[..., Any], params: PyTree, gradients: bool = True, frozen: PyTree = None
-) -> Callable[..., Any]:
+    layout: Layout, compute: Callable[..., PyTree], params: PyTree, gradients: bool = True, frozen: PyTree = None
+) -> Callable[..., PyTree]:
     """`compute(params, batch, *scalars)` to (gradients, sums) of each device's tokens, as one function of all.
 
     The gradients are those of the sum over all devices, which counts a token `copies` times; they come out split
@@ -173,7 +173,7 @@ def by_row(layout: Layout, compute: Callable[..., object], params: PyTree) -> Ca
         return compute
     specs = layout.specs(params)
 
-    def call(params: PyTree, batch: PyTree) -> Any:
+    def call(params: PyTree, batch: PyTree) -> PyTree:
         places = (specs, batch_specs(batch))
         run = jax.shard_map(
             among_processes(compute),

@@ -39,7 +39,7 @@ class Adapted:
       scale: alpha / rank.
     """
 
-    weight: Any
+    weight: PyTree
     down: jax.Array
     up: jax.Array
     scale: float
@@ -73,7 +73,7 @@ def initial_adapters(
     weights = jax.tree.leaves(params, is_leaf=_is_weight)
     inside = {name: w for name, w in zip(names, weights) if name.startswith("layers/")}
 
-    def is_matrix(name: str, weight: Any) -> bool:
+    def is_matrix(name: str, weight: PyTree) -> bool:
         return takes_adapter(name, len(weight.shape) if ranks is None else ranks[name.rpartition("/")[2]])
 
     pattern = target_pattern(section)
@@ -117,7 +117,7 @@ def attach(section: LoraSection, params: PyTree, adapters: dict[str, dict[str, j
     """The parameters with an `Adapted` in place of each adapted weight."""
     scale = section.alpha / section.rank
 
-    def adapt(name: str, weight: Any) -> Any:
+    def adapt(name: str, weight: PyTree) -> PyTree:
         return Adapted(weight, **adapters[name], scale=scale) if name in adapters else weight
 
     return jax.tree.map(adapt, path_names_of_weights(params), params)

@@ -8,7 +8,7 @@ moment that changes by less than half a step would never change.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,14 +76,14 @@ def _is_stored(leaf: PyTree) -> bool:
     return isinstance(leaf, QTensor)
 
 
-def _load(stored: Any) -> jax.Array:
+def _load(stored: PyTree) -> jax.Array:
     if not _is_stored(stored):
         return stored
     root = stored.dequantize()
     return root * jnp.abs(root)
 
 
-def _floor(stored: Any) -> jax.Array:
+def _floor(stored: PyTree) -> jax.Array:
     """The root of the second moment; one that was rounded to 0 counts as half a step."""
     if not _is_stored(stored):
         return stored

@@ -147,7 +147,7 @@ def groups(section: OptimizerSection, params: PyTree, ranks: Mapping[str, int] |
     return decay, jax.tree.map(lambda name, leaf: of(name, leaf)[1], names, params)
 
 
-def _rank(name: str, leaf: Any, ranks: Mapping[str, int] | None) -> int:
+def _rank(name: str, leaf: PyTree, ranks: Mapping[str, int] | None) -> int:
     """Axes of a parameter without that of stacked layers; a bias counts as a vector, though experts have one each."""
     last = name.rpartition("/")[2]
     return 1 if is_bias(last) else ranks[last] if ranks is not None else leaf.ndim
@@ -187,7 +187,7 @@ def _rule(section: OptimizerSection, ranks: Mapping[str, int] | None) -> optax.G
 def _matrices(ranks: Mapping[str, int] | None, params: PyTree) -> PyTree:
     """How Muon sees each parameter: matrices of the hidden layers, alone or stacked by expert; None goes to Adam."""
 
-    def of(name: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+    def of(name: str, leaf: PyTree) -> optax.contrib.MuonDimensionNumbers | None:
         if _rank(name, leaf, ranks) < 2 or re.search(r"embed|head", name):
             return None
         return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)

@@ -88,7 +88,7 @@ def _checkpointed_class(kind: Any, policy: str) -> Any:
         variables, structure = jax.tree.flatten(state)
         changed: list[int] = []
 
-        def run(variables: list[Any], arrays: list[Any]) -> Any:
+        def run(variables: list[PyTree], arrays: list[PyTree]) -> PyTree:
             rest = iter(arrays)
             values = [next(rest) if is_array else leaf for leaf, is_array in zip(leaves, traced)]
             inner, named = jax.tree.unflatten(treedef, values)

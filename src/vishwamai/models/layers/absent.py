@@ -46,7 +46,7 @@ class NoMixer(Mixer):
         raise AssertionError("`layer` does not call it")
 
     def step(
-        self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, pool: PyTree, first: Any
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, pool: PyTree, first: PyTree
     ) -> tuple[jax.Array, PyTree]:
         raise AssertionError("`layer` does not call it")
 

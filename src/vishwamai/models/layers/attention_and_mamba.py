@@ -80,7 +80,7 @@ class AttentionAndMamba(PagedMamba):
         return self._sum(space, attention)
 
     def step(
-        self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, pool: PyTree, first: Any
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, step: Step, pool: PyTree, first: PyTree
     ) -> tuple[jax.Array, PyTree]:
         inputs = times(x, self.space_input)
         space, states = super().step(config, arrays, inputs, step, pool.states, first.states)

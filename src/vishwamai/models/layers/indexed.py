@@ -81,7 +81,7 @@ class SharedIndexAttention(LatentAttention):
         return Mixer.ring_features(self, config)
 
     def _rows(
-        self, config: ModelConfig, arrays: Arrays, x: jax.Array, rows: Rows, index: Any
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, rows: Rows, index: PyTree
     ) -> tuple[jax.Array, PyTree, PyTree]:
         latent = sizes(config)
         if rows.axes.sequence is not None:
@@ -109,7 +109,7 @@ class SharedIndexAttention(LatentAttention):
         step: Step,
         pool: PyTree,
         first: int | jax.Array,
-        index: Any,
+        index: PyTree,
     ) -> tuple[jax.Array, PyTree, PyTree]:
         latent = sizes(config)
         plain, turning, key, vector, low = vectors(latent, arrays, x)
@@ -131,7 +131,7 @@ class SharedIndexAttention(LatentAttention):
         return row
 
     def _index_of_rows(
-        self, config: ModelConfig, arrays: Arrays, x: jax.Array, low: jax.Array, rows: Rows, index: Any
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, low: jax.Array, rows: Rows, index: PyTree
     ) -> jax.Array:
         """The tokens chosen in rows of `x`."""
         if index is None:
@@ -206,7 +206,7 @@ class IndexedAttention(SharedIndexAttention):
         return jnp.concatenate([row, key], axis=-1)
 
     def _index_of_rows(
-        self, config: ModelConfig, arrays: Arrays, x: jax.Array, low: jax.Array, rows: Rows, index: Any
+        self, config: ModelConfig, arrays: Arrays, x: jax.Array, low: jax.Array, rows: Rows, index: PyTree
     ) -> jax.Array:
         query, weights = self._queries(config, arrays, x, low)
         query = self._turned(config, query, rows.positions)

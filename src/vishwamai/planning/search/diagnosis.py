@@ -17,6 +17,7 @@ from vishwamai.core.errors import VishwamaiError
 from vishwamai.core.figures import Estimate
 from vishwamai.core.interrupt import raise_interrupt
 from vishwamai.core.numbers import human
+from vishwamai.core.types import PyTree
 from vishwamai.planning.memory.compiler import Compiler, Options
 from vishwamai.planning.memory.peak import PeakMemory
 
@@ -162,9 +163,9 @@ class _Call:
 
     words: str
     saving: float
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    wrap: Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
     rounds: bool = False
 
 
@@ -220,7 +221,7 @@ def _donation(
 def _narrow(args: tuple[object, ...], kwargs: Mapping[str, object]) -> _Call | None:
     """Float32 arguments in bfloat16."""
 
-    def narrow(leaf: Any) -> Any:
+    def narrow(leaf: PyTree) -> PyTree:
         if getattr(leaf, "dtype", None) != jnp.float32:
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=getattr(leaf, "sharding", None))
@@ -233,7 +234,7 @@ def _narrow(args: tuple[object, ...], kwargs: Mapping[str, object]) -> _Call | N
     return _Call("float32 arguments in bfloat16", saving, lambda fn: fn, *changed, rounds=True)
 
 
-def _on_device(leaf: Any) -> tuple[int, ...]:
+def _on_device(leaf: PyTree) -> tuple[int, ...]:
     """The shape of one device's part."""
     sharding = getattr(leaf, "sharding", None)
     return leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)

@@ -103,7 +103,7 @@ def _of_layers(tree: PyTree, change: Callable[[dict[Any, PyTree]], dict[Any, PyT
     def has_layers(node: object) -> bool:
         return isinstance(node, dict) and any(in_layers(key) for key in node)
 
-    def change_node(node: Any) -> Any:
+    def change_node(node: PyTree) -> PyTree:
         if not has_layers(node):
             return node
         if LAYERS in node:
