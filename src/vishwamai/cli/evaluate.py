@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             reference=reference,
             on_tokens=count_report(progress, "compiling", "{} of {} tokens"),
         )
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "model": name,
         "perplexity": result.perplexity,
         "tokens": result.tokens,

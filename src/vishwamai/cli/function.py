@@ -50,8 +50,8 @@ class BoundCall:
     """
 
     name: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
+    function: Callable[..., object]
+    args: tuple[object, ...]
     kwargs: dict[str, Any]
 
 
@@ -117,7 +117,7 @@ def _module(name: str) -> ModuleType:
         ) from None
 
 
-def _example_arguments(module: ModuleType, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _example_arguments(module: ModuleType, name: str) -> tuple[tuple[object, ...], dict[str, object]]:
     for candidate in (f"{name}_example_args", "example_args"):
         maker = getattr(module, candidate, None)
         if callable(maker):
@@ -129,7 +129,7 @@ def _example_arguments(module: ModuleType, name: str) -> tuple[tuple[Any, ...], 
     )
 
 
-def parse_arguments(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def parse_arguments(text: str) -> tuple[tuple[object, ...], dict[str, object]]:
     """Reads arguments: arrays as dtype[shape], other values as Python literals, keywords as name=value.
 
     >>> parse_arguments("bf16[8,256], scale=f32[256], eps=1e-5")
@@ -139,8 +139,8 @@ def parse_arguments(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     Raises:
       CommandError: an argument is neither.
     """
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    args: list[object] = []
+    kwargs: dict[str, object] = {}
     for part in _split(text):
         named = _NAMED.fullmatch(part)
         if named is not None:
@@ -170,7 +170,7 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in (*parts, text[start:]) if part.strip()]
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     array = _ARRAY.fullmatch(text)
     if array is not None:
         import jax  # here, so that --help does not load it
@@ -210,7 +210,7 @@ def _bind(name: str, function: Callable[..., object], args: tuple[object, ...], 
     positions = [i for i, value in enumerate(args) if _is_dynamic(value)]
 
     @functools.wraps(function)
-    def call(*arrays: Any, **more: Any) -> Any:
+    def call(*arrays: object, **more: object) -> object:
         full = list(args)
         for i, value in zip(positions, arrays, strict=True):
             full[i] = value

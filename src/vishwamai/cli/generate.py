@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vishwamai.cli import binding, model, model_options, options
 from vishwamai.cli.function import CommandError
@@ -149,7 +149,7 @@ def _token_ids(text: str | None) -> list[int] | None:
         raise CommandError(f"--token-ids is {text!r}; write whole numbers with commas, such as 1,2,3.") from error
 
 
-def _messages(path: Path | None) -> list[Any] | None:
+def _messages(path: Path | None) -> list[dict[str, object]] | None:
     if path is None:
         return None
     try:

@@ -19,9 +19,7 @@ STDOUT = Path("-")
 class _Targets(argparse.Action):
     """Collects the names of an option that is repeated, or has commas between its names."""
 
-    def __call__(
-        self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
-    ) -> None:
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         names = [name.strip() for name in str(values).split(",") if name.strip()]
         if not names:
             raise CommandError(f'{self.option_strings[0]} is {values!r}; name a chip, such as "v5e".')

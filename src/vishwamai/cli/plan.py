@@ -20,18 +20,27 @@ import json
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from vishwamai import reports
 from vishwamai.cli import function, model, model_options, options, output
 from vishwamai.cli.console import tell
 from vishwamai.cli.function import CommandError
-from vishwamai.cli.progress import Countdown
+from vishwamai.cli.progress import Countdown, Say
 from vishwamai.core import logs
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.installing import install_line
 from vishwamai.core.interrupt import interrupt_taken
 from vishwamai.core.target import Target
+
+if TYPE_CHECKING:
+    from vishwamai.aot.compile.traced import Argument, Program
+    from vishwamai.core.figures import Estimate
+    from vishwamai.planning.memory.analytic import Breakdown
+    from vishwamai.planning.memory.compiler import Compiler, ProgramMemory
+    from vishwamai.planning.search.candidates import Candidate
+    from vishwamai.planning.search.diagnosis import Diagnosis
+    from vishwamai.planning.time.program_time import StepTime
 
 NEEDED = {
     "all": ("rich", "flatbuffers"),
@@ -69,6 +78,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of a served model")
 
 
+class Planned(NamedTuple):
+    """What a plan prints and writes, and whether all of it fits; `status`: the exit status of an interrupted one."""
+
+    json: dict[str, object]
+    text: str
+    fits: bool
+    status: int | None = None
+
+
 def run(arguments: argparse.Namespace) -> int:
     from vishwamai.aot.compile.libtpu import local_devices
 
@@ -82,17 +100,17 @@ def run(arguments: argparse.Namespace) -> int:
         progress.say(f"{kind} {arguments.config} for {', '.join(targets)}")
         result = run_kind(arguments, targets, progress.say)
     if arguments.json is not None:
-        options.write_json({"config": arguments.config, "kind": kind, **result["json"]}, arguments.json)
+        options.write_json({"config": arguments.config, "kind": kind, **result.json}, arguments.json)
     if arguments.json != options.STDOUT:
-        tell(result["text"])
-    if "status" in result:
+        tell(result.text)
+    if result.status is not None:
         logs.report(
             "plan",
             "interrupted; these are the results so far. The compiler's answers are kept, and the same command goes on "
             "from them.",
         )
-        return result["status"]
-    return 0 if result["fits"] else 1
+        return result.status
+    return 0 if result.fits else 1
 
 
 def _kind(arguments: argparse.Namespace) -> str:
@@ -133,16 +151,15 @@ def _kind(arguments: argparse.Namespace) -> str:
     return kind
 
 
-def _bytes(estimate: Any) -> int | None:
+def _bytes(estimate: Estimate | None) -> int | None:
     return None if estimate is None else int(estimate.value)
 
 
-def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
+def _training(arguments: argparse.Namespace, targets: list[str], say: Say) -> Planned:
     from vishwamai.cli.plan_training import as_dict, table
     from vishwamai.core.target import devices_of
     from vishwamai.planning.memory.compiler import Compiler
     from vishwamai.planning.search.advice import explain_training
-    from vishwamai.planning.search.candidates import Candidate
     from vishwamai.planning.search.plan import NOT_TRIED, Plan, plan_of_tried, plan_training
     from vishwamai.training.config_file import read_config
 
@@ -153,7 +170,7 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
         model.say_optimization(config.optimization, "training", devices_of(target))
     plans: list[Plan] = []
     tried: list[Candidate] = []
-    reasons, stopped = [], {}
+    reasons, status = [], None
     try:
         with Compiler() as compiler:
             for target in targets:
@@ -176,7 +193,7 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
                 if plan.chosen is None
             ]
     except KeyboardInterrupt as stop:
-        stopped = {"status": interrupt_taken(stop)}
+        status = interrupt_taken(stop)
         if tried and tried[0].target not in {plan.target for plan in plans}:
             plans.append(plan_of_tried(tried))
         if not plans:
@@ -195,10 +212,10 @@ def _training(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
         "not_tried": list(not_tried),
         "too_large": [_diagnosis(reason) for reason in reasons],
     }
-    return {"json": result, "text": "\n".join(lines), "fits": fits, **stopped}
+    return Planned(result, "\n".join(lines), fits, status)
 
 
-def _of_all(say: Any, targets: int) -> Any:
+def _of_all(say: Say, targets: int) -> Say:
     """Reports of the first of some targets, with the time that is left for all of them: each takes as long."""
     start = time.monotonic()
 
@@ -208,12 +225,12 @@ def _of_all(say: Any, targets: int) -> Any:
     return report
 
 
-def _needs(candidate: Any) -> tuple[bool, float]:
+def _needs(candidate: Candidate) -> tuple[bool, float]:
     """What a candidate needs, those that were probed first."""
     return candidate.probe is None, candidate.best.value
 
 
-def _diagnosis(diagnosis: Any) -> dict[str, Any]:
+def _diagnosis(diagnosis: Diagnosis) -> dict[str, object]:
     return {
         "target": diagnosis.peak.target,
         "total_bytes": _bytes(diagnosis.peak.total),
@@ -236,7 +253,7 @@ def _diagnosis(diagnosis: Any) -> dict[str, Any]:
     }
 
 
-def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
+def _serving(arguments: argparse.Namespace, targets: list[str], say: Say) -> Planned:
     from vishwamai.core.target import devices_of
     from vishwamai.models import read_config
     from vishwamai.planning.memory.analytic import serving_memory
@@ -303,10 +320,12 @@ def _serving(arguments: argparse.Namespace, targets: list[str], say: Any) -> dic
         "prompts' steps",
     )
     lines += ["not tried:", *(f"  {text}" for text in not_tried)]
-    return {"json": {"plans": data, "not_tried": list(not_tried)}, "text": "\n".join(lines), "fits": fits}
+    return Planned({"plans": data, "not_tried": list(not_tried)}, "\n".join(lines), fits)
 
 
-def _compiled(arguments: argparse.Namespace, compiler: Any, program: Any, say: Any) -> tuple[Any, Any]:
+def _compiled(
+    arguments: argparse.Namespace, compiler: Compiler, program: Program, say: Say
+) -> tuple[ProgramMemory, StepTime | None]:
     """The memory of a program, and its time; None where it does not fit or was not asked for."""
     from vishwamai.planning.time.program_time import time_program
 
@@ -317,7 +336,9 @@ def _compiled(arguments: argparse.Namespace, compiler: Any, program: Any, say: A
     return (compiler.verify(program), None) if arguments.no_time else time_program(compiler, program)
 
 
-def _decoding(arguments: argparse.Namespace, target: str, experts: bool, formula: Any, timed: Any) -> list[str]:
+def _decoding(
+    arguments: argparse.Namespace, target: str, experts: bool, formula: Breakdown, timed: StepTime | None
+) -> list[str]:
     """Lines about the time of a decoding step, which gives every sequence one token."""
     from vishwamai.core.figures import Estimate, cost_of_tokens
     from vishwamai.planning.time.published import published_range
@@ -339,7 +360,7 @@ def _decoding(arguments: argparse.Namespace, target: str, experts: bool, formula
     return lines
 
 
-def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> dict[str, Any]:
+def _function(arguments: argparse.Namespace, targets: list[str], say: Say) -> Planned:
     from vishwamai.aot.compile.traced import trace
     from vishwamai.planning.memory.compiler import Compiler
     from vishwamai.planning.search.diagnosis import explain_program
@@ -374,10 +395,10 @@ def _function(arguments: argparse.Namespace, targets: list[str], say: Any) -> di
                 lines.append(str(reasons[-1]))
             fits &= report.fits
     too_large = [_diagnosis(reason) for reason in reasons]
-    return {"json": {"plans": data, "not_tried": [], "too_large": too_large}, "text": "\n".join(lines), "fits": fits}
+    return Planned({"plans": data, "not_tried": [], "too_large": too_large}, "\n".join(lines), fits)
 
 
-def _timed(timed: Any, target: str) -> list[str]:
+def _timed(timed: StepTime, target: str) -> list[str]:
     """The time of a function, and how far such estimates were from published steps."""
     from vishwamai.planning.time.published import published_range
 
@@ -389,5 +410,5 @@ def _wrapped(text: str, indent: int) -> list[str]:
     return textwrap.wrap(text, 80, initial_indent=" " * indent, subsequent_indent=" " * indent)
 
 
-def _largest(program: Any) -> list[Any]:
+def _largest(program: Program) -> list[Argument]:
     return sorted(program.arguments, key=lambda argument: -argument.nbytes)[:5]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any
 
 from vishwamai.core.figures import Estimate
 from vishwamai.planning.memory.analytic import described
@@ -91,7 +90,7 @@ def published(candidate: Candidate) -> PublishedRange:
     return published_range(candidate.target, described(candidate.config).experts is not None)
 
 
-def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
+def as_dict(plan: Plan, price: float | None = None) -> dict[str, object]:
     """The plan as plain values, for JSON."""
     best = front(plan.candidates)
     candidates = [_candidate(candidate, index in best, price) for index, candidate in enumerate(plan.candidates)]
@@ -107,7 +106,7 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
     }
 
 
-def _candidate(candidate: Candidate, on_front: bool, price: float | None) -> dict[str, Any]:
+def _candidate(candidate: Candidate, on_front: bool, price: float | None) -> dict[str, object]:
     speed = candidate.speed
     values = {
         "mesh": vars(candidate.config.mesh),

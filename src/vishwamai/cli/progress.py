@@ -14,6 +14,8 @@ from vishwamai.core.progress import write
 
 if TYPE_CHECKING:
     from rich.progress import Progress, Task
+    from rich.progress_bar import ProgressBar
+    from rich.text import Text
 
 _EVERY = 10.0
 """Seconds between two lines, where there is no terminal."""
@@ -36,6 +38,10 @@ def left(elapsed: float, done: float, total: float) -> float | None:
     (20.0, None)
     """
     return elapsed / done * (total - done) if done > 0 else None
+
+
+Say = Callable[..., None]
+"""A line of progress, and the seconds that are left with it where they are known (`Countdown.say`)."""
 
 
 def say(text: str) -> None:
@@ -191,7 +197,7 @@ def _countdown_bar(screen: Any, clock: Callable[[], float] = time.monotonic) -> 
     from rich.text import Text
 
     class Spent(BarColumn):
-        def render(self, task: Task) -> Any:
+        def render(self, task: Task) -> ProgressBar:
             if task.total is not None:
                 task.completed = min(task.elapsed or 0.0, task.total)
             return super().render(task)

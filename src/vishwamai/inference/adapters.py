@@ -11,13 +11,14 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.types import PyTree
 from vishwamai.inference.sharding import adapter_shapes
 from vishwamai.models.adapters import AdapterSizes, Place, Thin, read_adapter
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from vishwamai.models import Decoder
 
-Matrices = dict[Place, tuple[Any, Any]]
+Matrices = dict[Place, tuple[PyTree, PyTree]]
 
 
 @dataclasses.dataclass(eq=False)

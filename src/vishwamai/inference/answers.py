@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from vishwamai.inference.sampling import Sampling
+
+if TYPE_CHECKING:
+    from vishwamai.models.tokenizer import Detokenizer
 
 Finish = Literal["stop", "length", "cancelled", "deadline", "error"]
 
@@ -130,7 +133,7 @@ class Writer:
       detokenizer: the tokenizer's detokenizer, or None: deltas have no text.
     """
 
-    def __init__(self, options: Sampling, end_tokens: frozenset[int], detokenizer: Any, choice: int):
+    def __init__(self, options: Sampling, end_tokens: frozenset[int], detokenizer: Detokenizer | None, choice: int):
         ends = frozenset() if options.ignore_eos else end_tokens
         self.ends = ends | set(options.stop_token_ids)
         self._own_ends = ends

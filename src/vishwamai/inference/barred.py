@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference.processors import Processor
+
+if TYPE_CHECKING:
+    from vishwamai.inference.guided import Grammar
+    from vishwamai.inference.thinking import Thinking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Barred:
 
     sequences: tuple[tuple[int, ...], ...]
     words: int
-    grammar: Any = None
+    grammar: Grammar | Thinking | None = None
     processors: tuple[Processor, ...] = ()
 
     def matcher(self) -> BarredMatcher:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from vishwamai.core.execute import only_for, platform_of
 from vishwamai.core.qtensor import bits
+from vishwamai.core.types import PyTree
 from vishwamai.inference import kept_programs
 from vishwamai.inference.sharding import on_mesh
 
@@ -18,19 +18,25 @@ COMPILE = ("ahead", "lazy")
 """When programs are compiled: all before the first request, or most of them on demand."""
 
 
-Kernels = Callable[[], contextlib.AbstractContextManager[Any]]
+Kernels = Callable[[], contextlib.AbstractContextManager[object]]
 """Puts a configuration of kernels in force, such as `Optimization.kernels`."""
 
 
-Store = Callable[[str, Any, tuple[Any, ...], Callable[[], None], "Mesh | None"], Any]
+Store = Callable[
+    [str, jax.stages.Wrapped, tuple[PyTree, ...], Callable[[], None], "Mesh | None"], Callable[..., PyTree]
+]
 """Gives the compiled program of (its name, the jitted function, the arguments, what is called where it is read, the
 mesh).
 """
 
 
 def cached(
-    name: str, function: Any, arguments: tuple[Any, ...], on_read: Callable[[], None], mesh: Mesh | None = None
-) -> Any:
+    name: str,
+    function: jax.stages.Wrapped,
+    arguments: tuple[PyTree, ...],
+    on_read: Callable[[], None],
+    mesh: Mesh | None = None,
+) -> Callable[..., PyTree]:
     """The `Store` of each start: the program is compiled, or read where an earlier start kept it."""
     return kept_programs.compiled(function, arguments, on_read)
 
@@ -53,7 +59,7 @@ class CompiledFunction:
     def __init__(
         self,
         name: str,
-        function: Any,
+        function: jax.stages.Wrapped,
         mesh: Mesh | None,
         kernels: Kernels,
         report: Callable[[str], None],
@@ -61,11 +67,11 @@ class CompiledFunction:
     ):
         self.name, self._function, self._mesh, self._kernels, self._report = name, function, mesh, kernels, report
         self._store = store
-        self._compiled: Any = None
+        self._compiled: Callable[..., PyTree] | None = None
         self._platform: str | None = None
         self.from_cache = False
 
-    def compile(self, *arguments: Any) -> Any:
+    def compile(self, *arguments: PyTree) -> Callable[..., PyTree]:
         """Compiles it for arguments of these shapes; the compiled function."""
         self._report(self.name)
         self._platform = platform_of(arguments)
@@ -77,7 +83,7 @@ class CompiledFunction:
                 self._compiled = self._store(self.name, self._function, arguments, self._read, self._mesh)
         return self._compiled
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: PyTree) -> PyTree:
         compiled = self._compiled
         if compiled is None:
             compiled = self.compile(*arguments)
@@ -86,7 +92,7 @@ class CompiledFunction:
     def _read(self) -> None:
         self.from_cache = True
 
-    def _jitted(self, *arguments: Any) -> Any:
+    def _jitted(self, *arguments: PyTree) -> PyTree:
         with self._traced():
             return self._function(*arguments)
 
@@ -97,7 +103,7 @@ class CompiledFunction:
             yield
 
 
-def _has_four_bits(arguments: Any) -> bool:
+def _has_four_bits(arguments: PyTree) -> bool:
     """Whether 4-bit arrays of the CPU are among them. A compiled program declines them where they are committed to
     devices, because JAX reports another layout for them than for its arguments; the jitted function, which finds the
     same program, takes them.

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -32,6 +32,9 @@ from vishwamai.inference.scheduler import Scheduler, StepPlan
 from vishwamai.inference.speculative import accepted, lookup
 from vishwamai.inference.step_arrays import Sent, logprobs_of, send
 from vishwamai.inference.streams import Stream, Work
+
+if TYPE_CHECKING:
+    from vishwamai.models.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 _MOST_FAILURES = 3
@@ -52,7 +55,7 @@ class EngineCore:
         self,
         programs: Programs,
         scheduler: Scheduler,
-        tokenizer: Any,
+        tokenizer: Tokenizer | None,
         end_tokens: frozenset[int],
         tiers: PageTiers | None = None,
     ):

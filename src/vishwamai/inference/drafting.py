@@ -14,12 +14,14 @@ draft draws never changes the distribution of an answer, by one of two rules:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.inference.head_memory import HeadMemory, follow, guess
 from vishwamai.inference.sampling import Proposals, Rows, propose
 from vishwamai.inference.sharding import gathered
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
     from vishwamai.models.decoder import Decoder
 
-DraftPages = tuple[Any, ...] | HeadMemory
+DraftPages = tuple[PyTree, ...] | HeadMemory
 """Pools of a draft model, or what a head has."""
 
 UNREAD = -1
@@ -112,20 +114,20 @@ def first_guess(draft: Decoder | None) -> int:
 
 def draft_step(
     draft: Decoder,
-    pages: Any,
-    history: Any,
-    slots: Any,
-    kv_lens: Any,
-    lengths: Any,
-    table: Any,
-    windows: Any,
+    pages: PyTree,
+    history: Array,
+    slots: Array,
+    kv_lens: Array,
+    lengths: Array,
+    table: Array,
+    windows: Mapping[int, Array] | None,
     rows: Rows,
-    allowed: Any,
-    guesses: Any,
-    place: Any,
+    allowed: Array,
+    guesses: Array,
+    place: Array,
     *,
     mesh: Mesh | None,
-) -> tuple[Proposals, Any, Any]:
+) -> tuple[Proposals, PyTree, Array]:
     """Guess number `place` of each sequence: drawn, and written to the history.
 
     Args:

@@ -46,7 +46,7 @@ class Embedder:
 
     prompts: Mapping[str, str] = {}
     default_prompt: str | None = None
-    tasks: Mapping[str, Callable[..., Any]] = {}
+    tasks: Mapping[str, Callable[..., object]] = {}
     cross: CrossEncoder | None = None
 
     def __init__(
@@ -92,7 +92,7 @@ class Embedder:
         keys = optimization or Optimization()
 
         @jax.jit
-        def forward(model: Decoder, tokens: jax.Array, mask: jax.Array) -> Any:
+        def forward(model: Decoder, tokens: jax.Array, mask: jax.Array) -> jax.Array:
             with keys.kernels():
                 return pooling(model(tokens), mask)
 
@@ -115,7 +115,7 @@ class Embedder:
         chosen = jnp.asarray(words, jnp.int32)
 
         @jax.jit
-        def forward(model: Decoder, tokens: jax.Array, mask: jax.Array) -> Any:
+        def forward(model: Decoder, tokens: jax.Array, mask: jax.Array) -> jax.Array:
             with keys.kernels():
                 hidden = model(tokens)
                 last = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32) - 1, 0)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
@@ -41,6 +41,13 @@ from vishwamai.models import Decoder
 from vishwamai.models.adapters import AdapterSizes
 from vishwamai.models.rotation import rotation_switch
 from vishwamai.parallel.optimization import Optimization
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+    from vishwamai.inference.barred import Barred
+    from vishwamai.inference.guided import Grammar
+    from vishwamai.inference.thinking import Thinking
 
 _OPTIONAL = {"limits": Limits, "draft": Decoder, "mesh": Mesh, "adapters": AdapterSizes, "tiers": CacheTiers}
 
@@ -100,7 +107,7 @@ class Engine(EngineLoop):
         *,
         limits: Limits | None = None,
         num_pages: int | None = None,
-        kv_dtype: Any = None,
+        kv_dtype: DTypeLike | None = None,
         drafts: int = 0,
         draft: Decoder | None = None,
         prefix_cache: bool = True,
@@ -109,10 +116,10 @@ class Engine(EngineLoop):
         mesh: Mesh | None = None,
         adapters: AdapterSizes | None = None,
         num_states: int | None = None,
-        optimization: Optimization | Mapping[str, Any] | None = None,
+        optimization: Optimization | Mapping[str, object] | None = None,
         compile: str = "ahead",
         on_program: Callable[[int, int, str], None] | None = None,
-        store: Callable[..., Any] = cached,
+        store: Callable[..., object] = cached,
         reload: Reload | None = None,
     ):
         optional = {"limits": limits, "draft": draft, "mesh": mesh, "adapters": adapters, "tiers": tiers}
@@ -299,7 +306,7 @@ class Engine(EngineLoop):
         *,
         priority: float = 0.0,
         deadline: float | None = None,
-        grammar: Any = None,
+        grammar: Grammar | Thinking | Barred | None = None,
         keep_special: Collection[int] = (),
         adapter: str | None = None,
         shared: int = 0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,17 @@ import numpy as np
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import ShapeError
+from vishwamai.core.types import PyTree
 from vishwamai.inference.pools import calibration_tokens, kv_dtype_of, make_pools
 from vishwamai.models import Decoder, PagedBatch
 from vishwamai.parallel.optimization import Optimization
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Float
+
+    from vishwamai.models.tokenizer import Tokenizer
 
 _ROWS = 128
 """Rows of logits that are computed at once."""
@@ -98,10 +102,10 @@ class Passes:
         self,
         model: Decoder,
         context: int,
-        kv_dtype: Any = None,
+        kv_dtype: DTypeLike | None = None,
         page_size: int = 16,
         step_tokens: int = 512,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         optimization: Optimization | None = None,
     ):
         self.model, self.step_tokens = model, min(step_tokens, context)
@@ -111,9 +115,16 @@ class Passes:
         table = np.arange(pages, dtype=np.int32)[None]
         sample = calibration_tokens(model.config.vocab_size, min(256, model.config.max_positions), tokenizer)
         with self.kernels():
-            self._pools: Any = make_pools(model, page_size, pages, stored, sample, num_states=1)
+            self._pools: tuple[PyTree, ...] = make_pools(model, page_size, pages, stored, sample, num_states=1)
 
-        def step(pools: Any, model: Decoder, tokens: Any, start: Any, count: Any, length: Any) -> tuple[Any, Any]:
+        def step(
+            pools: tuple[PyTree, ...],
+            model: Decoder,
+            tokens: jax.Array,
+            start: jax.Array,
+            count: jax.Array,
+            length: jax.Array,
+        ) -> tuple[jax.Array, tuple[PyTree, ...]]:
             cu_q_lens = jnp.stack([jnp.zeros_like(count), count])
             kv_lens, states = (start + count)[None], jnp.zeros((2, 1), jnp.int32)
             sizes = {"max_q_len": self.step_tokens, "lengths": length[None], "states": states}
@@ -143,9 +154,9 @@ def _scores(
     hidden: jax.Array,
     reference: Decoder | None,
     reference_hidden: jax.Array,
-    rows: Any,
+    rows: jax.Array,
     targets: jax.Array,
-) -> tuple[Any, ...]:
+) -> tuple[jax.Array, ...]:
     """Losses of the targets `[rows]`; with a reference its losses, the divergences from it, and the agreements, too."""
     logprobs = jax.nn.log_softmax(model.logits(hidden[rows]).astype(jnp.float32))
     losses = -jnp.take_along_axis(logprobs, targets[:, None], axis=1)[:, 0]
@@ -229,7 +240,11 @@ def evaluate(
 
 
 def _window(
-    passes: Passes, reference: Passes | None, score: Callable[..., Any], tokens: Sequence[int], first: int
+    passes: Passes,
+    reference: Passes | None,
+    score: Callable[..., tuple[jax.Array, ...]],
+    tokens: Sequence[int],
+    first: int,
 ) -> Iterator[np.ndarray]:
     """The scores `[1 or 4, count]` of a window's tokens from number `first` on, part by part."""
     for start in range(0, len(tokens), passes.step_tokens):

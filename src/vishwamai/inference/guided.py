@@ -11,13 +11,16 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 import numpy as np
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference.grammar_forms import is_gbnf, lark_of, plain_schema
+
+if TYPE_CHECKING:
+    from vishwamai.models.tokenizer import Tokenizer
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -47,10 +50,10 @@ writes whitespace until its tokens end. A schema with `x-guidance` of its own is
 class Vocabulary:
     """A tokenizer as llguidance reads it; made once for a model."""
 
-    tokens: Any
+    tokens: llguidance.LLTokenizer
 
     @classmethod
-    def of(cls, tokenizer: Any, vocab: int, end_tokens: Sequence[int]) -> Vocabulary:
+    def of(cls, tokenizer: Tokenizer | None, vocab: int, end_tokens: Sequence[int]) -> Vocabulary:
         """The vocabulary of a tokenizer.
 
         Args:
@@ -66,7 +69,7 @@ class Vocabulary:
             raise ShapeError(f"a grammar needs a tokenizer and an end token, but the model has no {lacks}.")
         return cls(llguidance.LLTokenizer(tokenizer.encoder.to_str(), n_vocab=vocab, eos_token=list(end_tokens)))
 
-    def grammar(self, kind: str, source: str | Mapping[str, Any]) -> Grammar:
+    def grammar(self, kind: str, source: str | Mapping[str, object]) -> Grammar:
         """A grammar of kind "json_schema" (an object), "regex" or "lark" (also GBNF).
 
         The compiler of llguidance runs in this process. A server compiles in a process with limits first
@@ -89,7 +92,7 @@ class Vocabulary:
         return Grammar(matcher, -(-self.tokens.vocab_size // 32))
 
 
-def grammar_text(kind: str, source: str | Mapping[str, Any]) -> str:
+def grammar_text(kind: str, source: str | Mapping[str, object]) -> str:
     """A grammar as llguidance reads it; the arguments are those of `Vocabulary.grammar`.
 
     Raises:
@@ -139,7 +142,7 @@ def invalid(kind: str, reason: str) -> ShapeError:
 class Grammar:
     """A compiled grammar, at its start; `words` are the int32 of a mask."""
 
-    start: Any
+    start: llguidance.LLMatcher
     words: int
 
     def matcher(self) -> Matcher:
@@ -150,7 +153,7 @@ class Grammar:
 class Matcher:
     """Where one answer is in its grammar."""
 
-    def __init__(self, matcher: Any, words: int):
+    def __init__(self, matcher: llguidance.LLMatcher, words: int):
         self._matcher = matcher
         self._words = words
         self._excess = 0.0  # seconds of masks over their share

@@ -39,7 +39,9 @@ _TUPLES = {kind.__name__: kind for kind in (Proposals, Sampled)}
 """Named tuples of the outputs of programs."""
 
 
-def compiled(function: Any, arguments: tuple[Any, ...], on_read: Callable[[], None] = lambda: None) -> Any:
+def compiled(
+    function: jax.stages.Wrapped, arguments: tuple[PyTree, ...], on_read: Callable[[], None] = lambda: None
+) -> jax.stages.Compiled:
     """`function.lower(*arguments).compile()`, read where it was kept.
 
     It is kept where JAX's compilation cache is on. It is not where a kernel declines: each start is to warn of that.
@@ -68,7 +70,7 @@ def compiled(function: Any, arguments: tuple[Any, ...], on_read: Callable[[], No
     return program
 
 
-def writable(lowered: Any) -> Any:
+def writable(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """The compiled program, without JAX's compilation cache: a program that was read there cannot be written, because
     jaxlib 0.10.2 leaves the functions out that it calls.
     """
@@ -94,7 +96,7 @@ def write_program(path: Path, program: object, arguments: tuple[PyTree, ...]) ->
     return True
 
 
-def read_program(path: Path, arguments: tuple[Any, ...], place: object) -> Any:
+def read_program(path: Path, arguments: tuple[PyTree, ...], place: object) -> jax.stages.Compiled:
     """The program of a file, for its device or its mesh.
 
     Raises:
@@ -113,7 +115,7 @@ def read_program(path: Path, arguments: tuple[Any, ...], place: object) -> Any:
     return jax_private.deserialized(executable, header, place, in_tree, out_tree)
 
 
-def _read(path: Path, arguments: tuple[Any, ...]) -> Any:
+def _read(path: Path, arguments: tuple[PyTree, ...]) -> jax.stages.Compiled | None:
     """The program of a file; None where there is none, it is damaged, or another user could have written it."""
     try:
         (device,) = devices_of(arguments)
@@ -180,7 +182,7 @@ def _tree(value: Any, parts: list[Any]) -> Any:
     return _TUPLES[kind](*children) if kind in _TUPLES else {"tuple": tuple, "list": list}[kind](children)
 
 
-def _path(function: object, arguments: tuple[Any, ...]) -> Path | None:
+def _path(function: jax.stages.Wrapped, arguments: tuple[PyTree, ...]) -> Path | None:
     """Where the program is kept; None where it is not to be."""
     root = jax_cache.directory()
     if not root or "://" in root or platform_of(arguments) != "cpu" or len(devices_of(arguments)) != 1:
@@ -208,7 +210,7 @@ def identity(function: Any, arguments: tuple[PyTree, ...]) -> str:
     )
 
 
-def _kind(x: Any) -> tuple[Any, ...]:
+def _kind(x: PyTree) -> tuple[object, ...]:
     """What tracing reads of an argument."""
     place = (str(x.sharding), x.committed) if isinstance(x, jax.Array) else None
     return x.shape, x.dtype.name, getattr(x, "weak_type", False), place
@@ -244,7 +246,7 @@ def source_of_cpu() -> tuple[str, str]:
 
 
 @functools.cache
-def machine() -> tuple[Any, ...]:
+def machine() -> tuple[object, ...]:
     """What XLA compiles for: the processor with its features, and the cores that its threads may use."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""

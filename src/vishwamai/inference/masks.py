@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +14,11 @@ from vishwamai.core.errors import ShapeError
 from vishwamai.inference.answers import Delta
 from vishwamai.inference.requests import Branch
 from vishwamai.inference.threads import roomy_stack
+
+if TYPE_CHECKING:
+    from vishwamai.inference.barred import BarredMatcher
+    from vishwamai.inference.guided import Matcher
+    from vishwamai.inference.thinking import ThinkingMatcher
 
 THREADS = 2
 
@@ -51,6 +56,7 @@ class Masks:
         """Begins to take an answer's last tokens, and to compute its next mask unless `delta` is the answer's end."""
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(THREADS, "masks")
+        assert branch.matcher is not None
         goes_on = delta is None or delta.finish is None
         with roomy_stack():  # of the pool's threads, which start here
             result = self._pool.submit(_follow, branch.matcher, tokens, goes_on)
@@ -83,7 +89,9 @@ class Masks:
             concurrent.futures.wait(results, GRACE, concurrent.futures.FIRST_COMPLETED)
 
 
-def _follow(matcher: Any, tokens: Sequence[int], goes_on: bool) -> tuple[np.ndarray | None, bool]:
+def _follow(
+    matcher: Matcher | ThinkingMatcher | BarredMatcher, tokens: Sequence[int], goes_on: bool
+) -> tuple[np.ndarray | None, bool]:
     reason = matcher.advance(tokens) if tokens else None
     if reason is not None:
         raise ShapeError(reason)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +191,6 @@ def _is_dropped(tree: PyTree) -> bool:
     return any(isinstance(leaf, Released) and leaf.data is None for leaf in jax.tree.leaves(tree))
 
 
-def _layout(tree: PyTree) -> tuple[Any, ...]:
+def _layout(tree: PyTree) -> tuple[object, ...]:
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)

@@ -33,10 +33,12 @@ from vishwamai.models.pages import (
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+    from jax.typing import DTypeLike
 
     from vishwamai.models import Decoder
+    from vishwamai.models.tokenizer import Tokenizer
 
-KV_DTYPES: dict[str, Any] = {
+KV_DTYPES: dict[str, DTypeLike] = {
     "float32": jnp.float32,
     "bfloat16": jnp.bfloat16,
     "float16": jnp.float16,
@@ -49,7 +51,7 @@ _MARGIN = {"int8": 1.25, "float8_e4m3fn": 2.0}
 """Over the largest magnitude measured. A float loses no precision by it; int8 loses a third of a bit."""
 
 
-def kv_dtype_of(name: Any) -> jnp.dtype:
+def kv_dtype_of(name: DTypeLike | None) -> jnp.dtype:
     """The dtype of keys and values, from a name or a dtype.
 
     Raises:
@@ -72,7 +74,7 @@ def make_pools(
     model: Decoder,
     page_size: int,
     num_pages: int,
-    dtype: Any,
+    dtype: jnp.dtype,
     tokens: Sequence[int],
     mesh: Mesh | None = None,
     window_pages: Mapping[int, int] | None = None,
@@ -121,12 +123,12 @@ def make_pools(
     )
 
 
-def scales_by_token(dtype: Any, on_cpu: bool) -> bool:
+def scales_by_token(dtype: DTypeLike, on_cpu: bool) -> bool:
     """Whether pools of that dtype have a scale for each token and head."""
     return on_cpu and jnp.dtype(dtype).itemsize == 1
 
 
-def calibration_tokens(vocab: int, most: int, tokenizer: Any) -> list[int]:
+def calibration_tokens(vocab: int, most: int, tokenizer: Tokenizer | None) -> list[int]:
     """Tokens on which the largest keys and values are measured: of sentences, or random without a tokenizer.
 
     >>> len(calibration_tokens(vocab=100, most=8, tokenizer=None))
@@ -157,7 +159,7 @@ def zeros(shapes: Sequence[PyTree]) -> tuple[jax.Array, ...]:
     return kept_programs.compiled(jax.jit(partial(_filled, shapes=sizes)), (zeros_of,))(zeros_of)
 
 
-def _described(model: Decoder, pools: Iterable[Any], mesh: Mesh | None, place: Any) -> tuple[Any, ...]:
+def _described(model: Decoder, pools: Iterable[PyTree], mesh: Mesh | None, place: object) -> tuple[PyTree, ...]:
     """Shapes of pools, on devices that need not be there."""
     return tuple(put(pool, place) if mesh is None else place_pool(model.config, pool, mesh) for pool in pools)
 
@@ -180,7 +182,7 @@ def with_token_scales(pool: PyTree) -> PyTree:
     return with_pages(pool, QuantizedPages(pages, scale, scale if len(pages.shape) > 3 else None))
 
 
-def _filled(values: Any, *, shapes: Any) -> tuple[Any, ...]:
+def _filled(values: Sequence[jax.Array], *, shapes: Sequence[tuple[tuple[int, ...], int]]) -> tuple[PyTree, ...]:
     return tuple(jnp.full(shape, values[place]) for shape, place in shapes)
 
 

@@ -86,7 +86,7 @@ def fingerprint(load: Load) -> dict[str, str]:
     them, the configuration of JAX and of kernels, the model's configuration, and every size and dtype.
     """
     limits, on_tpu = load.limits, load.devices[0].platform == "tpu"
-    values: dict[str, Any] = {"devices": _devices_text(load)}
+    values: dict[str, object] = {"devices": _devices_text(load)}
     values |= {name: importlib.metadata.version(name) for name in kept_programs.PACKAGES}
     source = kept_programs.source_digest()
     if on_tpu:
@@ -202,11 +202,11 @@ class ProgramSet:
     def __call__(
         self,
         name: str,
-        function: object,
-        arguments: tuple[Any, ...],
+        function: jax.stages.Wrapped,
+        arguments: tuple[PyTree, ...],
         on_read: Callable[[], None],
         mesh: Mesh | None = None,
-    ) -> Any:
+    ) -> Callable[..., PyTree]:
         try:
             if name not in self.files:
                 raise ValueError("it is not in the set")
@@ -262,7 +262,13 @@ def write_set(
     """
     entries: dict[Written, dict[str, str]] = {}
 
-    def store(name: str, function: Any, arguments: tuple[Any, ...], on_read: Any, mesh: Any = None) -> None:
+    def store(
+        name: str,
+        function: jax.stages.Wrapped,
+        arguments: tuple[PyTree, ...],
+        on_read: object,
+        mesh: Mesh | None = None,
+    ) -> None:
         start = time.monotonic()
         lowered = function.lower(*arguments)
         with contextlib.nullcontext() if load.target is None else libtpu.quiet_compiler():

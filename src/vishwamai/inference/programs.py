@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -30,28 +30,31 @@ from vishwamai.models import Decoder, PagedBatch
 from vishwamai.models.adapters import AdapterSizes, adapt
 from vishwamai.models.pages import has_states
 
+if TYPE_CHECKING:
+    pass
+
 
 def _forward(
     model: Decoder,
-    pages: Any,
+    pages: tuple[PyTree, ...],
     draft: Decoder | None,
-    draft_pages: Any,
-    matrices: Any,
-    history: Any,
-    slots: Any,
-    kv_lens: Any,
-    lengths: Any,
-    cu_q_lens: Any,
-    table: Any,
-    windows: Any,
-    rows: Any,
-    adapters: Any = None,
-    states: Any = None,
+    draft_pages: DraftPages,
+    matrices: PyTree,
+    history: jax.Array,
+    slots: jax.Array,
+    kv_lens: jax.Array,
+    lengths: jax.Array,
+    cu_q_lens: jax.Array,
+    table: jax.Array,
+    windows: Mapping[int, jax.Array] | None,
+    rows: jax.Array,
+    adapters: PyTree = None,
+    states: jax.Array | None = None,
     *,
-    shape: Any,
-    mesh: Any,
+    shape: StepShape,
+    mesh: Mesh | None,
     sizes: AdapterSizes | None = None,
-) -> tuple[Any, Any, Any]:
+) -> tuple[jax.Array, tuple[PyTree, ...], DraftPages]:
     """Logits `[rows, vocab]` of the step's tokens at `rows`, and the pages; a draft's get the same tokens."""
     batch = PagedBatch(kv_lens, table, cu_q_lens, shape.longest, lengths, windows, states)
     if sizes is not None:
@@ -64,14 +67,14 @@ def _forward(
 
 
 def _draw(
-    logits: Any, rows: Rows, history: Any, allowed: Any, proposals: tuple[Proposals, ...] = ()
-) -> tuple[Sampled, Any]:
+    logits: jax.Array, rows: Rows, history: jax.Array, allowed: jax.Array, proposals: tuple[Proposals, ...] = ()
+) -> tuple[Sampled, jax.Array]:
     joined = None if not proposals else jax.tree.map(lambda *parts: jnp.concatenate(parts), *proposals)
     sampled = sample(logits, rows, history, allowed, joined)
     return sampled, history.at[rows.slot, rows.position].set(sampled.tokens, mode="drop")
 
 
-def _place(history: Any, slot: Any, start: Any, tokens: Any) -> Any:
+def _place(history: jax.Array, slot: jax.Array, start: jax.Array, tokens: jax.Array) -> jax.Array:
     """`tokens` `[length]` into a slot from `start` on; what goes past the end is dropped."""
     return history.at[slot, start + jnp.arange(tokens.shape[0])].set(tokens, mode="drop")
 
@@ -127,7 +130,7 @@ class Programs:
         # One column more than tokens: the draw after the last guess may fall there.
         history = jax.ShapeDtypeStruct((limits.max_sequences, limits.max_length + drafts + 1), jnp.int32)
         rows = sorted({shape.rows for shape in self.shapes})
-        masks: dict[int, Any] = {n: all_allowed(n, self.vocab) for n in rows}
+        masks: dict[int, np.ndarray] = {n: all_allowed(n, self.vocab) for n in rows}
         place = place_of(model)
         if place is None:
             self.history: PyTree = replicated(zeros([history])[0], mesh)
@@ -207,7 +210,9 @@ class Programs:
         logits = jax.ShapeDtypeStruct((rows, self.vocab), jnp.float32)
         return logits, empty_rows(rows, self.limits.max_sequences, self.vocab), self.history
 
-    def _drafting(self, tables: Tables, rows: Rows, guesses: Any = None, place: int = 0) -> tuple[Any, ...]:
+    def _drafting(
+        self, tables: Tables, rows: Rows, guesses: np.ndarray | None = None, place: int = 0
+    ) -> tuple[PyTree, ...]:
         count = len(tables["slots"])
         guesses = np.zeros(count, np.int32) if guesses is None else guesses
         # As of the step of one token that comes before the first guess.
@@ -227,7 +232,7 @@ class Programs:
         """The arrays of an empty step."""
         return host_tables(shape, self.limits, self.windows, self.sizes is not None, has_states(self.model.config))
 
-    def place(self, slot: int, start: int, tokens: Any) -> None:
+    def place(self, slot: int, start: int, tokens: Sequence[int] | np.ndarray) -> None:
         """Writes a sequence's tokens, from position `start` on, into its slot."""
         padded = np.zeros(self.limits.max_length, np.int32)  # one shape for all prompts: one program
         padded[: len(tokens)] = tokens

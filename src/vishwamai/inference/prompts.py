@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.inference.limits import Limits
 from vishwamai.inference.sampling import Sampling
+
+if TYPE_CHECKING:
+    from vishwamai.models.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Prompts:
     vocab: int
     limits: Limits
     num_pages: int
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The token ids of a prompt.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,11 @@ from vishwamai.inference.adapters import Adapter
 from vishwamai.inference.answers import Delta, Writer
 from vishwamai.inference.sampling import Sampling
 from vishwamai.inference.streams import Stream
+
+if TYPE_CHECKING:
+    from vishwamai.inference.barred import Barred, BarredMatcher
+    from vishwamai.inference.guided import Grammar, Matcher
+    from vishwamai.inference.thinking import Thinking, ThinkingMatcher
 
 
 @dataclasses.dataclass(eq=False)
@@ -23,7 +28,7 @@ class Branch:
     seed: int
     stream: Stream
     writer: Writer
-    matcher: Any = None  # of a grammar; see `guided`
+    matcher: Matcher | ThinkingMatcher | BarredMatcher | None = None  # of a grammar; see `guided`
     mask: np.ndarray | None = None  # of the next token, once its grammar has it
 
 
@@ -41,7 +46,7 @@ class Request:
     sink: Callable[[Delta], None]
     priority: float = 0.0
     deadline: float | None = None  # seconds from its arrival
-    grammar: Any = None  # see `guided.Grammar`
+    grammar: Grammar | Thinking | Barred | None = None  # see `guided.Grammar`
     keep_special: frozenset[int] = frozenset()
     adapter: Adapter | None = None
     shared: int = 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -260,8 +260,8 @@ def sample(logits: Array, rows: Rows, history: Array, allowed: Array, proposals:
 def _by_row(function: Callable[[Array, Rows, Array], object], logits: Array, rows: Rows, allowed: Array) -> PyTree:
     """What a function of rows computes: of one after another on a CPU, of all at once elsewhere."""
 
-    def in_turn(*arrays: object) -> Any:
-        def single(row: object) -> Any:
+    def in_turn(*arrays: PyTree) -> PyTree:
+        def single(row: PyTree) -> PyTree:
             return jax.tree.map(lambda x: x[0], function(*jax.tree.map(lambda x: x[None], row)))
 
         return lax.map(single, arrays)

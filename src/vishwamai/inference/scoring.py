@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class Scorer:
         while self._lengths[-1] < max_length:
             self._lengths.append(min(2 * self._lengths[-1], max_length))
 
-        def scored(model: Decoder, hidden: jax.Array, rows: Any, targets: jax.Array) -> tuple[Any, ...]:
+        def scored(model: Decoder, hidden: jax.Array, rows: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
             with keys.kernels():
                 logits = model.logits(hidden.reshape(-1, hidden.shape[-1])[rows]).astype(jnp.float32)
             logprobs = jax.nn.log_softmax(logits, axis=1)
@@ -59,7 +59,7 @@ class Scorer:
             chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=1)
             return chosen[:, 0], 1 + jnp.sum(logprobs > chosen, axis=1), top, values
 
-        def hidden(model: Decoder, tokens: Any) -> Any:
+        def hidden(model: Decoder, tokens: jax.Array) -> jax.Array:
             with keys.kernels():
                 return model(tokens)
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from vishwamai.core.arguments import checked, described
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
@@ -188,7 +188,7 @@ def place_pool(config: ModelConfig, pool: PyTree, mesh: Mesh | None) -> PyTree:
     return put(pool, sharding)
 
 
-def put(tree: object, sharding: object) -> Any:
+def put(tree: PyTree, sharding: object) -> PyTree:
     """Arrays with a sharding; a shape stays one."""
     return jax.tree.map(
         lambda x: x.update(sharding=sharding) if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, sharding),
@@ -196,7 +196,7 @@ def put(tree: object, sharding: object) -> Any:
     )
 
 
-def place_of(model: Decoder) -> Any | None:
+def place_of(model: Decoder) -> Mesh | AbstractMesh | Sharding | None:
     """Where the shapes of a decoder lie that has no arrays (`models.shapes`): a sharding of one device, or the mesh of
     several; None of a decoder with arrays.
     """
@@ -214,12 +214,12 @@ def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, None, heads))
 
 
-def replicated(tree: object, mesh: Mesh | None) -> Any:
+def replicated(tree: PyTree, mesh: Mesh | None) -> PyTree:
     """Arrays whole on each device of the mesh."""
     return tree if mesh is None else put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
-def gathered(x: object, mesh: Mesh | None) -> Any:
+def gathered(x: PyTree, mesh: Mesh | None) -> PyTree:
     """In a program: `x` whole on each device of the mesh."""
     return x if mesh is None else jax.sharding.reshard(x, NamedSharding(mesh.abstract_mesh, PartitionSpec()))
 

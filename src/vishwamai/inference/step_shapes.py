@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
+from vishwamai.core.types import PyTree
 from vishwamai.inference.limits import Limits
 
 
@@ -44,7 +44,7 @@ def checking_shapes(limits: Limits, drafts: int) -> tuple[StepShape, ...]:
     return tuple(StepShape(n * (drafts + 1), n, n * (drafts + 1), drafts + 1) for n in counts)
 
 
-class Tables(dict[str, Any]):
+class Tables(dict[str, PyTree]):
     """Host arrays of one step, by name; see `host_tables`."""
 
 
@@ -65,7 +65,7 @@ def host_tables(
       states: `[2, sequences]` int32, as of `PagedBatch`, in models that have states.
     """
     table = np.zeros((shape.sequences, limits.pages_per_sequence), np.int32)
-    extra: dict[str, Any] = {"adapters": np.full(shape.sequences, -1, np.int32)} if adapters else {}
+    extra: dict[str, PyTree] = {"adapters": np.full(shape.sequences, -1, np.int32)} if adapters else {}
     if states:
         extra = {"adapters": extra.get("adapters"), "states": np.zeros((2, shape.sequences), np.int32)}
     return Tables(

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from vishwamai.inference.guided import Grammar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Thinking:
     words: int
     lead: tuple[int, ...] = ()
     budget: int | None = None
-    grammar: Any = None
+    grammar: Grammar | None = None
 
     def matcher(self) -> ThinkingMatcher:
         """A matcher for one answer."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -55,7 +54,7 @@ def write_adapter(
             tensors[f"base_model.model.{module}.lora_{half}.weight"] = matrix
     rank = min(ranks.values())
     higher = {module: count for module, count in ranks.items() if count != rank}
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,

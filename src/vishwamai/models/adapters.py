@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
 """Products of a layer that may have an adapter."""
 
-_PLAIN: Mapping[str, Any] = {
+_PLAIN: Mapping[str, object] = {
     "peft_type": "LORA",
     "bias": "none",
     "modules_to_save": None,
@@ -123,7 +123,7 @@ def read_modules(directory: str | Path) -> dict[str, Thin]:
     }
 
 
-def _settings(directory: str | Path) -> tuple[Path, Path, dict[str, Any]]:
+def _settings(directory: str | Path) -> tuple[Path, Path, dict[str, object]]:
     """The files of an adapter's settings and matrices, and the settings, which are those of plain LoRA."""
     settings_path, path = Path(directory) / "adapter_config.json", Path(directory) / "adapter_model.safetensors"
     for file in (settings_path, path):
@@ -149,7 +149,7 @@ def _places(config: ModelConfig) -> dict[Place, tuple[Piece, Parameter]]:
     }
 
 
-def _scale(settings: Mapping[str, Any], module: str, rank: int, path: Path) -> float:
+def _scale(settings: Mapping[str, object], module: str, rank: int, path: Path) -> float:
     patterns = settings.get("alpha_pattern")
     entries = patterns.items() if isinstance(patterns, Mapping) else ()
     try:
@@ -209,12 +209,12 @@ class AdapterSizes:
         """Names of the modules of a checkpoint whose products may have an adapter."""
         return {where.tensors[0].removesuffix(".weight") for where, _ in _places(config).values()}
 
-    def choice(self, places: Any) -> Any:
+    def choice(self, places: jax.Array) -> jax.Array:
         """`[tokens, columns]` of the number of each token's adapter, -1 for none; see `AdaptedWeight`."""
         return places[:, None] == jnp.arange(self.count * self.rank, dtype=jnp.int32) // self.rank
 
 
-def adapt(model: Decoder, matrices: Mapping[Place, tuple[Any, Any]], chosen: jax.Array) -> None:
+def adapt(model: Decoder, matrices: Mapping[Place, tuple[jax.Array, jax.Array]], chosen: jax.Array) -> None:
     """Puts the matrices of adapters next to the weights of a decoder, in place; its layers are not stacked."""
     for (layer, name), (down, up) in matrices.items():
         variable = getattr(model.layers[layer], name)

@@ -36,7 +36,7 @@ _IGNORED = frozenset(
 )
 """Keys of a `config.json` that do not change the encoder's numbers."""
 
-_REQUIRED: dict[str, Any] = {
+_REQUIRED: dict[str, object] = {
     "hidden_act": "gelu",
     "position_embedding_type": "absolute",
     "is_decoder": False,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
     from vishwamai.models.config import ModelConfig
+    from vishwamai.models.layers.mixer import Arrays
 
 
 def linear(
@@ -87,9 +87,7 @@ def head_matrix(config: ModelConfig, head: PyTree) -> PyTree:
     return (wide / jnp.maximum(length, 1e-12)).astype(head.dtype)
 
 
-def final_norm(
-    config: ModelConfig, arrays: Mapping[str, Any], x: jax.Array, residual: jax.Array | None = None
-) -> jax.Array:
+def final_norm(config: ModelConfig, arrays: Arrays, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
     """The norm before the head, of `x` or of its sum with `residual`, times the factors of the logits: the head is
     linear.
 

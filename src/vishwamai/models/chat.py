@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.models import messages as forms
@@ -46,11 +45,11 @@ class ChatTemplate:
         """Whether the model sees the tools that a request offers."""
         return forms.reads_tools(self.program(tools=True))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, object]) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> str:
         """The prompt; arguments and errors are those of `rendering`."""
         return self.rendering(messages, values).text
 
-    def rendering(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> Rendering:
+    def rendering(self, messages: Sequence[Mapping[str, object]], values: Mapping[str, object]) -> Rendering:
         """The prompt of a chat, and the spans of its `{% generation %}` blocks.
 
         Args:

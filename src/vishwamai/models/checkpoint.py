@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def from_pretrained(
     directory: str | Path,
     *,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     mesh: Mesh | None = None,
     rules: Mapping[str, Any] | None = None,
     quantize: str | Storage | None = None,
@@ -334,7 +334,11 @@ def replace_products(model: Decoder, layer: int, tensors: Mapping[str, Computed]
 
 
 def _read(
-    parameter: Parameter, pieces: list[Piece], stored: list[list[Any]], dtype: DTypeLike, sharding: Any
+    parameter: Parameter,
+    pieces: list[Piece],
+    stored: Sequence[Sequence[Readable]],
+    dtype: DTypeLike,
+    sharding: object,
 ) -> jax.Array:
     """The parameter, each device's part read from the files on its own.
 
@@ -351,6 +355,7 @@ def _read(
     shape = parameter.shape if len(pieces) == 1 else (len(pieces), *parameter.shape)
     if sharding is None:
         return jax.block_until_ready(jnp.asarray(part((slice(None),) * len(shape))))
+    assert isinstance(sharding, jax.sharding.Sharding)
     return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, part))
 
 
@@ -358,7 +363,7 @@ Readable = Stored | Computed | Decoded
 
 
 def _slice(
-    parameter: Parameter, where: Piece, stored: list[Readable], slices: tuple[slice, ...], dtype: DTypeLike
+    parameter: Parameter, where: Piece, stored: Sequence[Readable], slices: tuple[slice, ...], dtype: DTypeLike
 ) -> np.ndarray:
     inner = where.index(slices[1:] if where.stacked else slices, parameter.shape)
 

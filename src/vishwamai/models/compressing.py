@@ -351,7 +351,7 @@ def _plain(q: QTensor) -> np.ndarray:
     return np.asarray(q.dequantize()).T
 
 
-def _groups(forms: Mapping[str, Compression]) -> dict[str, Any]:
+def _groups(forms: Mapping[str, Compression]) -> dict[str, object]:
     """`config_groups`. Of several, each lists its modules: vLLM looks for the class before the parts of fused ones."""
     modules: dict[Compression, list[str]] = {}
     for name, form in forms.items():

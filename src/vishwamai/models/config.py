@@ -284,10 +284,14 @@ class ModelConfig:
             fields["experts"] = None
         return cls(family=values["model_type"], **fields)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The `config.json` that transformers loads this model with."""
         family = FAMILIES[self.family]
-        values: dict[str, Any] = {"architectures": [family.architecture], "model_type": self.family, **family.constants}
+        values: dict[str, object] = {
+            "architectures": [family.architecture],
+            "model_type": self.family,
+            **family.constants,
+        }
         names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
         for key, field in family.keys.items():
             outer, _, inner = field.partition(".")
@@ -373,10 +377,12 @@ def _read(family: Family, key: str, field: str, value: Any, source: str) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _nested(family: Family, fields: dict[str, Any], source: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def _nested(
+    family: Family, fields: dict[str, object], source: str
+) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
     """Fields with the parts of "experts.count" and the like put together, and the fields of mixers by layer type."""
     flat = {name: value for name, value in fields.items() if "." not in name}
-    sizes: dict[str, dict[str, Any]] = {}
+    sizes: dict[str, dict[str, object]] = {}
     for outer, kind in {**_SECTIONS, **family.mixers}.items():
         inner = {name.split(".")[1]: v for name, v in fields.items() if name.startswith(f"{outer}.") and v is not None}
         if not inner:

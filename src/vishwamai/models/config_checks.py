@@ -14,7 +14,7 @@ _MOST = {"num_layers": MOST_LAYERS, "experts.count": 100_000}
 """Counts that would take memory before a weight is read, and what no model exceeds."""
 
 
-def family_of(values: Mapping[str, Any], source: str) -> Family:
+def family_of(values: Mapping[str, object], source: str) -> Family:
     """The family that `model_type` names.
 
     Raises:
@@ -31,7 +31,7 @@ def family_of(values: Mapping[str, Any], source: str) -> Family:
     return FAMILIES[kind]
 
 
-def check_keys(family: Family, values: Mapping[str, Any], required: list[str], source: str) -> None:
+def check_keys(family: Family, values: Mapping[str, object], required: list[str], source: str) -> None:
     """Checks that every key is one that the family has, all of them in one error."""
     reads = {*family.keys, *family.choices, *family.ignored, *family.reads(), *IGNORED}
     absent = {key for key, field in family.keys.items() if field in required and key not in values}

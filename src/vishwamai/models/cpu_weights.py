@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from vishwamai.core.types import PyTree
 import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.qtensor import QTensor
@@ -60,7 +62,7 @@ def _packed(value: PyTree) -> PyTree:
     return pack_weight(value)
 
 
-def _packable(value: Any, dtype: Any, ndim: int) -> bool:
+def _packable(value: object, dtype: np.dtype, ndim: int) -> bool:
     """Whether there is a kernel for the packed weight; `ndim` is what it has where layers are not stacked."""
     if isinstance(value, ShiftedWeight):
         return _packable(value.weight, dtype, ndim)

@@ -29,6 +29,7 @@ from vishwamai.models.shards import Stored, read_index
 from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
+    import tokenizers
     from jax.typing import DTypeLike
     from jaxtyping import Float
 
@@ -84,7 +85,7 @@ class CrossEncoder:
     parameters: PyTree
     head: Head
     config: EncoderConfig
-    tokenizer: Any
+    tokenizer: tokenizers.Tokenizer
     max_tokens: int
     pooling: Pooling
     sigmoid: bool
@@ -158,7 +159,7 @@ class CrossEncoder:
 
 
 def read_head(
-    tensors: Mapping[str, Stored], config: EncoderConfig, values: Mapping[str, Any], path: Path, dtype: DTypeLike
+    tensors: Mapping[str, Stored], config: EncoderConfig, values: Mapping[str, object], path: Path, dtype: DTypeLike
 ) -> tuple[Head, Pooling]:
     """The judge of a checkpoint for sequence classification, and the pooling before it.
 

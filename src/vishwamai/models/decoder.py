@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax import nnx
 import vishwamai
 from vishwamai.core.errors import ShapeError
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
+from vishwamai.core.types import PyTree
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import final_norm, head_matrix, in_dtype
 from vishwamai.models.config import ModelConfig
@@ -19,7 +20,7 @@ from vishwamai.models.inputs import embedded, layer_inputs
 from vishwamai.models.layers.altup import first_streams, last_stream
 from vishwamai.models.layers.feed_forward import ExpertLoad
 from vishwamai.models.layers.indexed import first_index
-from vishwamai.models.layers.layer import layer
+from vishwamai.models.layers.layer import Carry, layer
 from vishwamai.models.layers.mixer import Rows, Step
 from vishwamai.models.layers.shared_block import first_memory
 from vishwamai.models.pages import PagedBatch, first_entry
@@ -31,18 +32,21 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
     from jaxtyping import Float, Int
 
-Make = Callable[[str, Parameter, tuple[int, ...] | None], Any]
+Make = Callable[[str, Parameter, tuple[int, ...] | None], PyTree]
 """How a parameter comes into being: its name, its shape, and the layers that it stacks (None outside the layers)."""
+Period = Callable[..., tuple[Carry, PyTree, PyTree]]
+"""One period of layers: carry, pools, parameters and turn to the next carry, the pools and the loads."""
+WrapLayer = Callable[[Period], Period]
 
 
 class Layer(nnx.Module):
     """The parameters of one layer, or of stacked layers along a leading axis."""
 
-    def __init__(self, arrays: dict[str, Any]):
+    def __init__(self, arrays: dict[str, PyTree]):
         for name, value in arrays.items():
             setattr(self, name, nnx.Param(value))
 
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, PyTree]:
         """The values by name."""
         return {name: value.get_value() for name, value in vars(self).items() if isinstance(value, nnx.Param)}
 
@@ -118,7 +122,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch seq"] | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
         *,
-        wrap_layer: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        wrap_layer: WrapLayer | None = None,
         axes: MeshAxes = ONE_DEVICE,
     ) -> Float[Array, "batch seq hidden"]:
         """Hidden states after the last norm, each of the tokens up to its own.
@@ -143,7 +147,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch seq"] | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
         *,
-        wrap_layer: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        wrap_layer: WrapLayer | None = None,
         axes: MeshAxes = ONE_DEVICE,
     ) -> tuple[Float[Array, "batch seq hidden"], tuple[ExpertLoad | None, ...]]:
         """Hidden states, and the load of the experts: for each entry of `layers` an `ExpertLoad` (None without
@@ -160,8 +164,8 @@ class Decoder(nnx.Module):
         return hidden, load
 
     def step(
-        self, tokens: Int[Array, " tokens"], pages: Sequence[Any], batch: PagedBatch
-    ) -> tuple[Float[Array, "tokens hidden"], tuple[Any, ...]]:
+        self, tokens: Int[Array, " tokens"], pages: Sequence[PyTree], batch: PagedBatch
+    ) -> tuple[Float[Array, "tokens hidden"], tuple[PyTree, ...]]:
         """Hidden states of many sequences' new tokens, over the pages of the earlier ones: a serving step.
 
         Under `jax.jit` with the pages donated, they are written in place.
@@ -181,7 +185,7 @@ class Decoder(nnx.Module):
         hidden, pools, _ = self._run(tokens[None], step, tuple(pages), jax.jit)
         return hidden[0], pools
 
-    def top_arrays(self) -> dict[str, Any]:
+    def top_arrays(self) -> dict[str, PyTree]:
         """The values of the parameters outside of the layers by name."""
         return {name: getattr(self, name).get_value() for name in top_parameters(self.config)}
 
@@ -200,7 +204,9 @@ class Decoder(nnx.Module):
         logits = logits if cap is None else cap * jnp.tanh(logits / cap)
         return logits.reshape(*hidden.shape[:-1], self.config.vocab_size)
 
-    def first_carry(self, ids: Any, tokens: Rows | Step, pools: tuple[Any, ...] | None = None) -> tuple[Any, Any]:
+    def first_carry(
+        self, ids: jax.Array, tokens: Rows | Step, pools: tuple[PyTree, ...] | None = None
+    ) -> tuple[Carry, jax.Array | None]:
         """The carry of the first layer, and the inputs that layers have besides it: arguments of `run_segment`."""
         axes = tokens.axes if isinstance(tokens, Rows) else ONE_DEVICE
         top = self.top_arrays()
@@ -215,13 +221,13 @@ class Decoder(nnx.Module):
         self,
         ids: jax.Array,
         tokens: Rows | Step,
-        pools: tuple[Any, ...] | None,
-        wrap: Callable[..., object],
+        pools: tuple[PyTree, ...] | None,
+        wrap: WrapLayer,
         token_mask: jax.Array | None = None,
-    ) -> tuple[Any, Any, tuple[ExpertLoad | None, ...]]:
+    ) -> tuple[jax.Array, tuple[PyTree, ...], tuple[ExpertLoad | None, ...]]:
         (carry, inputs), states, start = self.first_carry(ids, tokens, pools), [], 0
         loads: list[ExpertLoad | None] = []
-        periods: dict[Any, Callable[..., Any]] = {}
+        periods: dict[object, Period] = {}
         for segment in segments(self.config, self.stacked):
             end = start + len(segment.kinds)
             group = [layers.arrays() for layers in self.layers[start:end]]
@@ -243,15 +249,15 @@ class Decoder(nnx.Module):
 def run_segment(
     config: ModelConfig,
     segment: Segment,
-    group: list[dict[str, Any]],
-    carry: Any,
+    group: list[dict[str, PyTree]],
+    carry: Carry,
     tokens: Rows | Step,
-    pools: tuple[Any, ...] | None,
-    wrap: Callable[..., Any],
-    periods: dict[Any, Callable[..., Any]] | None = None,
+    pools: tuple[PyTree, ...] | None,
+    wrap: WrapLayer,
+    periods: dict[object, Period] | None = None,
     token_mask: jax.Array | None = None,
-    inputs: Any = None,
-) -> tuple[Any, tuple[Any, ...] | None, tuple[ExpertLoad | None, ...]]:
+    inputs: jax.Array | None = None,
+) -> tuple[Carry, tuple[PyTree, ...] | None, tuple[ExpertLoad | None, ...]]:
     """The layers of one segment: in turn, or by a scan over its periods, with the pools in the scan's carry, so that
     they are written in place.
 
@@ -272,7 +278,7 @@ def run_segment(
       The next carry, the pools, and the load of the experts of each kind.
     """
 
-    def period(carry: Any, pools: Any, group: Any, turn: Any) -> tuple[Any, Any, Any]:
+    def period(carry: Carry, pools: PyTree, group: PyTree, turn: PyTree) -> tuple[Carry, PyTree, PyTree]:
         states, loads = [], []
         index, features = turn
         for place, kind in enumerate(segment.kinds):
@@ -293,7 +299,7 @@ def run_segment(
     if segment.repeats == 1:
         return run(carry, pools, group, (0, features and tuple(x[0] for x in features)))
 
-    def body(state: Any, xs: Any) -> tuple[Any, Any]:
+    def body(state: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
         *state, loads = run(*state, *xs)
         return tuple(state), loads
 

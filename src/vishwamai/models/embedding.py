@@ -25,6 +25,7 @@ from vishwamai.models.sentence_files import Dense, Normalize, read_sentence_file
 from vishwamai.models.values import read_json
 
 if TYPE_CHECKING:
+    import tokenizers
     from jax.typing import DTypeLike
     from jaxtyping import Bool, Float, Int
 
@@ -34,8 +35,15 @@ _STEP = 16
 
 @functools.partial(jax.jit, static_argnames=("config", "pooling", "operations"))
 def _embed(
-    parameters: object, head: Any, tokens: jax.Array, mask: jax.Array, *, config: Any, pooling: Any, operations: object
-) -> Any:
+    parameters: PyTree,
+    head: tuple[Dense | Normalize, ...],
+    tokens: jax.Array,
+    mask: jax.Array,
+    *,
+    config: Any,
+    pooling: Pooling,
+    operations: bert.Operations,
+) -> jax.Array:
     vectors = pooling(config.encode(parameters, tokens, mask, None, operations), mask)
     for module in head:
         vectors = module(vectors)
@@ -61,14 +69,14 @@ class SentenceEncoder:
 
     parameters: PyTree
     config: EncoderConfig
-    tokenizer: Any
+    tokenizer: tokenizers.Tokenizer
     max_tokens: int
     pooling: Pooling = Pooling()
     operations: bert.Operations = bert.OURS
     head: tuple[Dense | Normalize, ...] = ()
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     default_prompt: str | None = None
-    tasks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tasks: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_pretrained(
@@ -192,7 +200,7 @@ def padded(
     return tokens, mask
 
 
-def read_raw_tokenizer(directory: Path, vocab: int) -> Any:
+def read_raw_tokenizer(directory: Path, vocab: int) -> tokenizers.Tokenizer:
     """The `tokenizers.Tokenizer` of a directory, which neither cuts nor pads.
 
     Args:

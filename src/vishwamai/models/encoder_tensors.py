@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +78,7 @@ class TensorReader:
         return Linear(jnp.asarray(weight, self.dtype), None if offset is None else jnp.asarray(offset, self.dtype))
 
 
-def check_known(values: Mapping[str, Any], keys: Iterable[str], path: Path) -> None:
+def check_known(values: Mapping[str, object], keys: Iterable[str], path: Path) -> None:
     """Declines a key of an encoder's `config.json` that is not among `keys`.
 
     Raises:

@@ -8,7 +8,7 @@ for each number get the wider format, as many as a mean number of bits allows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def losses(model: Decoder, rows: Sequence[Sequence[int]], storage: Storage) -> d
     places = [(layers[0], n) for n, p, layers, _ in parameter_variables(model) if p.matrix and layers is not None]
     graph, weights, rest = nnx.split(model, lambda path, _: path[0] == "layers" and tuple(path[1:3]) in places, ...)
 
-    def loss(weights: Any, tokens: Any) -> Any:
+    def loss(weights: PyTree, tokens: jax.Array) -> jax.Array:
         merged = nnx.merge(graph, weights, rest)
         logits = merged.logits(merged(tokens[None, :-1], wrap_layer=jax.jit)[0])
         return jnp.sum(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, tokens[1:, None], -1)[:, 0])

@@ -10,7 +10,7 @@ each block; a block's scale is searched once its turn comes.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,9 @@ def _factor(moments: np.ndarray) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames=("format", "scale_dtype"))
-def _rounded_block(x: Any, factor: Any, importance: Any, format: str, scale_dtype: str) -> tuple[Any, Any, Any]:
+def _rounded_block(
+    x: jax.Array, factor: jax.Array, importance: jax.Array | None, format: str, scale_dtype: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Numbers `[size, out]`, scales or their words `[out]`, and errors over the factor's diagonal `[size, out]` of rows
     that share a scale, each of which corrects the rows after it.
     """
@@ -98,7 +100,7 @@ def _rounded_block(x: Any, factor: Any, importance: Any, format: str, scale_dtyp
     else:
         scale, zero, low, high = scales, 0.0, -FORMATS[format].largest - 1, FORMATS[format].largest
 
-    def row(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def row(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         x, values, errors = state
         value = jnp.clip(jnp.round(x[i] / scale + zero), low, high)
         value = jnp.where(jnp.isnan(value), 0, value)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +17,12 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
     from vishwamai.models.config import ModelConfig
+    from vishwamai.models.layers.mixer import Arrays
 
 
 def embedded(
     config: ModelConfig,
-    arrays: Mapping[str, Any],
+    arrays: Arrays,
     tokens: jax.Array,
     dtype: DTypeLike,
     axes: MeshAxes = ONE_DEVICE,
@@ -56,7 +56,7 @@ def embedded(
 
 
 def layer_inputs(
-    config: ModelConfig, arrays: Mapping[str, Any], tokens: jax.Array, x: jax.Array, axes: MeshAxes
+    config: ModelConfig, arrays: Arrays, tokens: jax.Array, x: jax.Array, axes: MeshAxes
 ) -> jax.Array | None:
     """What each layer gets of each token besides the stream, `[layers, batch, seq, features]`: a row of a table of its
     own, and a product of the embedding; None where `config.layer_embedding` is. Gemma Team, "Gemma 3n" (2025).

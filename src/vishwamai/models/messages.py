@@ -12,12 +12,13 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import EllipsisType
+from typing import NamedTuple
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
 from vishwamai.models import template_sandbox
 
-Message = dict[str, Any]
+Message = dict[str, object]
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts whose `text` is the text of a message."""
@@ -49,7 +50,7 @@ class CallForm(NamedTuple):
     """
 
     decoded: bool = True
-    empty: Any = ""
+    empty: str | EllipsisType | None = ""
     short_ids: bool = False
 
 
@@ -59,7 +60,7 @@ _CALL_FORMS = tuple(
 """In the order of how many published templates read them."""
 
 
-def normalized(messages: Sequence[Mapping[str, Any]], template: str) -> list[Message]:
+def normalized(messages: Sequence[Mapping[str, object]], template: str) -> list[Message]:
     """Messages in the form that a template reads.
 
     Args:
@@ -76,7 +77,9 @@ def normalized(messages: Sequence[Mapping[str, Any]], template: str) -> list[Mes
     return [_message(message, f"messages[{i}]", template, form, names) for i, message in enumerate(messages)]
 
 
-def _message(message: Mapping[str, Any], where: str, template: str, form: CallForm, names: dict[str, str]) -> Message:
+def _message(
+    message: Mapping[str, object], where: str, template: str, form: CallForm, names: dict[str, str]
+) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise ShapeError(f'{where}: `role` is {role!r}; expected a text such as "user".')
@@ -90,11 +93,12 @@ def _message(message: Mapping[str, Any], where: str, template: str, form: CallFo
     if calls:
         if not isinstance(calls, list | tuple):
             raise ShapeError(f"{where}: `tool_calls` is {calls!r:.200}; expected a list.")
-        result["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]", form) for i, call in enumerate(calls)]
-        functions = [(call.get("id"), call.get("function", call)["name"]) for call in result["tool_calls"]]
+        read = [_call(call, f"{where}.tool_calls[{i}]", form) for i, call in enumerate(calls)]
+        result["tool_calls"] = read
+        functions = [(call.get("id"), _name(call)) for call in read]
         names |= {key: name for key, name in functions if isinstance(key, str)}
-    if isinstance(result.get("tool_call_id"), str):
-        key = _short(result["tool_call_id"]) if form.short_ids else result["tool_call_id"]
+    if isinstance(key := result.get("tool_call_id"), str):
+        key = _short(key) if form.short_ids else key
         result = {**({"name": names[key]} if key in names else {}), **result, "tool_call_id": key}
     content = result.pop("content", None)
     if content is None or content == []:
@@ -115,26 +119,26 @@ def _reads_developer(template: str) -> bool:
     return "developer" in template and any(reads_content(template, "developer", parts) for parts in (False, True))
 
 
-def _content(template: str, role: str, text: str) -> Any:
+def _content(template: str, role: str, text: str) -> str | list[dict[str, str]]:
     """A text as the content of a message: as parts where a template reads nothing else."""
     only_parts = not reads_content(template, role) and reads_content(template, role, as_parts=True)
     return [{"type": "text", "text": text}] if only_parts else text
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in _TEXT_PARTS:
         described = f"of type {kind!r}" if isinstance(part, Mapping) else repr(part)[:100]
         raise UnsupportedError(f'{where}: the part is {described}; this model reads parts of type "text" only.')
-    text = part.get("text")
+    text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         raise ShapeError(f"{where}: `text` is {text!r:.200}; expected a text.")
     return text
 
 
-def _call(call: Any, where: str, form: CallForm) -> Message:
+def _call(call: object, where: str, form: CallForm) -> Message:
     if not isinstance(call, Mapping):
         raise ShapeError(f"{where}: the call is {call!r:.200}; expected an object with a `function`.")
     result = {key: value for key, value in call.items() if value is not None}
@@ -143,12 +147,18 @@ def _call(call: Any, where: str, form: CallForm) -> Message:
         raise ShapeError(f"{where}: the call has no `function` with a `name`.")
     function = {**function, "arguments": _arguments(function.get("arguments"), form.decoded)}
     result = {**result, "function": function} if "function" in result else function
-    if form.short_ids and isinstance(result.get("id"), str):
-        result["id"] = _short(result["id"])
+    if form.short_ids and isinstance(id := result.get("id"), str):
+        result["id"] = _short(id)
     return result
 
 
-def _arguments(value: Any, decoded: bool) -> Any:
+def _name(call: Message) -> str:
+    """The name of the function of a call that `_call` checked."""
+    function = call.get("function", call)
+    return str(function["name"]) if isinstance(function, Mapping) else ""
+
+
+def _arguments(value: object, decoded: bool) -> object:
     if value is None or value == "":
         value = {}
     if not decoded:
@@ -167,7 +177,7 @@ def _short(name: str) -> str:
     return name if _ID.fullmatch(name) else hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
-def _rendered(template: str, messages: list[Message], tools: list[Any] | None = None) -> str | None:
+def _rendered(template: str, messages: list[Message], tools: list[dict[str, object]] | None = None) -> str | None:
     """A chat of marked texts as a template renders it; None where it raises an error."""
     special = {"bos_token": "", "eos_token": "", "pad_token": "", "unk_token": ""}
     values = {**special, "tools": tools, "documents": None, "add_generation_prompt": True, "messages": messages}
@@ -184,7 +194,7 @@ def reads_content(template: str, role: str, as_parts: bool = False) -> bool:
     Args:
       as_parts: the content is a list of text parts, which the template loops over.
     """
-    content: Any = [{"type": "text", "text": _MARK}] if as_parts else _MARK
+    content: str | list[dict[str, str]] = [{"type": "text", "text": _MARK}] if as_parts else _MARK
     message: Message = {"role": role, "content": content}
     first = {"role": "user", "content": "a" if role == "user" else _content(template, "user", "a")}
     tools = None
@@ -263,20 +273,20 @@ def marked(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[str, 
         elif isinstance(content, list):
             parts = [_marked_part(part, functools.partial(mark, index, "content")) for part in content]
             message = {**message, "content": parts}
-        if "tool_calls" in message:
-            calls = [_marked_call(call, functools.partial(mark, index, "tool_calls")) for call in message["tool_calls"]]
+        if isinstance(calls := message.get("tool_calls"), list):
+            calls = [_marked_call(call, functools.partial(mark, index, "tool_calls")) for call in calls]
             message = {**message, "tool_calls": calls}
         result.append(message)
     return result, marks
 
 
-def _marked_part(part: Mapping[str, Any], mark: Callable[[], str]) -> Mapping[str, Any]:
-    return {**part, "text": mark()} if part["text"].strip() else part
+def _marked_part(part: Mapping[str, object], mark: Callable[[], str]) -> Mapping[str, object]:
+    return {**part, "text": mark()} if str(part["text"]).strip() else part
 
 
-def _marked_call(call: Mapping[str, Any], mark: Callable[[], str]) -> Mapping[str, Any]:
-    if "function" in call:
-        return {**call, "function": {**call["function"], "name": mark()}}
+def _marked_call(call: Mapping[str, object], mark: Callable[[], str]) -> Mapping[str, object]:
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": {**function, "name": mark()}}
     return {**call, "name": mark()}
 
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class _Moments:
     """The sum of `x x^T` over the inputs of a product, and their number."""
 
-    total: Any = 0.0
+    total: jax.Array | float = 0.0
     rows: int = 0
 
-    def add(self, x: Any) -> None:
+    def add(self, x: jax.Array) -> None:
         flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         self.total = self.total + flat.T @ flat
         self.rows += flat.shape[0]
@@ -43,11 +43,11 @@ class _ObservedWeight(WrappedWeight):
 
     moments: _Moments
 
-    def product(self, x: Any, out_dtype: Any) -> Any:
+    def product(self, x: jax.Array, out_dtype: DTypeLike | None) -> jax.Array:
         self.moments.add(x)
         return linear(x, self.weight, out_dtype=out_dtype)
 
-    def grouped(self, x: Any, group_sizes: Any) -> Any:
+    def grouped(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         from vishwamai import grouped_gemm
 
         self.moments.add(x)

@@ -16,8 +16,9 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from vishwamai.models.variables import parameter_variables
 from vishwamai.ops.matmul.packed_weight import DTYPES, PackedWeight, order
 
 _ALIGNMENT = 64
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (PackedWeight, PackedQTensor, QTensor)}
+_KINDS: dict[str, Callable[..., PyTree]] = {kind.__name__: kind for kind in (PackedWeight, PackedQTensor, QTensor)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +144,7 @@ def write_packed(model: Decoder, checkpoint: Path, form: Form) -> Path:
     return folder
 
 
-def _folder(origin: dict[str, Any]) -> Path:
+def _folder(origin: dict[str, object]) -> Path:
     root = caches.cache_directory("weights")
     if root is None:
         raise OSError(caches.no_directory("weights"))
@@ -154,7 +155,7 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _stale(root: Path, origin: dict[str, Any]) -> list[Path]:
+def _stale(root: Path, origin: dict[str, object]) -> list[Path]:
     """Entries of a checkpoint and a form that were made of other files or by another version."""
     entries = []
     for path in root.glob("*/index.json"):
@@ -172,7 +173,7 @@ def _stale(root: Path, origin: dict[str, Any]) -> list[Path]:
 _FORM = tuple(field.name for field in dataclasses.fields(Form))
 
 
-def _origin(checkpoint: Path, form: Form) -> dict[str, Any]:
+def _origin(checkpoint: Path, form: Form) -> dict[str, object]:
     """What the weights depend on, as JSON gives it back."""
     files = sorted([checkpoint / "config.json", *checkpoint.glob("*.safetensors*"), *checkpoint.glob("*.gguf")])
     return {
@@ -185,7 +186,7 @@ def _origin(checkpoint: Path, form: Form) -> dict[str, Any]:
     }
 
 
-def _fingerprint(path: Path) -> list[Any]:
+def _fingerprint(path: Path) -> list[str | int]:
     """A file's name, size, times and inode, and a digest of samples: a file of equal size and time is another one."""
     with path.open("rb") as file:
         state = os.fstat(file.fileno())
@@ -195,7 +196,7 @@ def _fingerprint(path: Path) -> list[Any]:
 _SAMPLES, _SAMPLE = 64, 4096
 
 
-def _samples(file: Any) -> str:
+def _samples(file: IO[bytes]) -> str:
     """A digest of a file's size and of blocks at its beginning, at its end and evenly between."""
     number = file.fileno()
     size = os.fstat(number).st_size

@@ -16,6 +16,7 @@ from vishwamai.models.periods import segments
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import DTypeLike
     from jaxtyping import Float, Int
 
     from vishwamai.models.config import ModelConfig
@@ -108,21 +109,21 @@ def pages_of(pool: PyTree) -> PyTree:
     return None if isinstance(pool, dict) else pool
 
 
-def states_of(pool: Any) -> dict[str, Any] | None:
+def states_of(pool: PyTree) -> dict[str, Array] | None:
     """The states of a layer's pool; None where it has pages alone."""
     if isinstance(pool, MixedPool):
         return pool.states
     return pool if isinstance(pool, dict) else None
 
 
-def with_pages(pool: object, pages: object) -> Any:
+def with_pages(pool: PyTree, pages: PyTree) -> PyTree:
     """A layer's pool with `pages` in place of its own; one of states alone as it is."""
     if isinstance(pool, MixedPool):
         return dataclasses.replace(pool, pages=pages)
     return pool if isinstance(pool, dict) else pages
 
 
-def first_entry(pool: Any, index: Any, layers: int) -> Any:
+def first_entry(pool: PyTree, index: int | Array, layers: int) -> PyTree:
     """The first entry of layer `index` in a pool of so many layers: `first` of `Mixer.step`, for a `MixedPool` that of
     its pages and that of its states.
     """
@@ -172,7 +173,7 @@ def page_shapes(
     *,
     num_pages: int,
     page_size: int,
-    dtype: Any,
+    dtype: DTypeLike,
     stacked: bool | None = None,
     window_pages: Mapping[int, int] | None = None,
     num_states: int = 0,

@@ -124,7 +124,7 @@ def unrotated(values: Mapping[str, Any], reads: frozenset[str], theta: float) ->
     return Rope(theta, partial=0.0, query_growth=growth, growth_length=length if growth else None)
 
 
-def rope_to_dict(rope: Rope) -> dict[str, Any]:
+def rope_to_dict(rope: Rope) -> dict[str, object]:
     """A rotation as `rope_parameters` of transformers 5."""
     scaling = rope.scaling
     names = {"original_max_positions": "original_max_position_embeddings"}

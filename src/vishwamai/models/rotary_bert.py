@@ -19,6 +19,7 @@ import numpy as np
 
 import vishwamai
 from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.types import PyTree
 from vishwamai.models.adapters import Thin
 from vishwamai.models.bert import Operations
 from vishwamai.models.encoder_tensors import Linear, Norm, TensorReader, check_known
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "gte": {
         "vocab_size": 250048,
         "intermediate_size": 3072,
@@ -234,7 +235,7 @@ class RotaryBertConfig:
         rest = {name.removeprefix("roberta."): pair for name, pair in matrices.items()}
         rest = {name: pair for name, pair in rest.items() if not name.startswith("pooler.")}  # which is not computed
 
-        def extended(base: object, names: Sequence[str]) -> Any:
+        def extended(base: PyTree, names: Sequence[str]) -> PyTree:
             pairs = [rest.pop(name, None) for name in names]
             if not any(pairs):
                 return base

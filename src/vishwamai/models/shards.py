@@ -167,7 +167,7 @@ def read_metadata(path: Path) -> Mapping[str, Any]:
 _METADATA = "__metadata__"
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+def _header(path: Path) -> tuple[dict[str, object], int, int]:
     """A file's header, where the tensors begin, and the file's size."""
     try:
         if caches.is_special(path):  # to open a pipe would block

@@ -116,7 +116,7 @@ class Storage:
 
 
 @functools.lru_cache(maxsize=64)
-def _rounded(storage: Storage, sharding: Any) -> Callable[[jax.Array], QTensor]:
+def _rounded(storage: Storage, sharding: jax.sharding.Sharding | None) -> Callable[[jax.Array], QTensor]:
     """`Storage.quantize` of arrays with this sharding: one function, so that weights of one shape compile once."""
 
     def run(x: jax.Array) -> QTensor:

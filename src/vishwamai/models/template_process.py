@@ -11,11 +11,13 @@ import functools
 import json
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 _TEXT_LIMIT = 1 << 26
@@ -35,12 +37,12 @@ class _Generation(jinja2.ext.Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser: Any) -> Any:
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-    def _mark(self, caller: Any) -> str:
+    def _mark(self, caller: Callable[[], str]) -> str:
         text = caller()
         output = self.environment.output  # type: ignore[attr-defined]
         output.spans.append((output.length, output.length + len(text)))
@@ -71,7 +73,7 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | str | None = None, **options: Any) -> str:
     """Jinja's own filter escapes HTML, which a prompt is not."""
     options = {key: options[key] for key in ("separators", "sort_keys") if key in options}
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
@@ -95,7 +97,7 @@ def _compiled(text: str) -> jinja2.Template:
     return _environment().from_string(text)
 
 
-def render(text: str, values: dict[str, Any], now: str) -> dict[str, Any]:
+def render(text: str, values: dict[str, object], now: str) -> dict[str, object]:
     """The answer to one request: `text` and `spans`, or an `error` of a `kind`: "syntax", "rejects" or "limit"."""
     try:
         template = _compiled(text)

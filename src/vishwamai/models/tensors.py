@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -45,7 +44,7 @@ class Piece:
             return (1, *stored) if self.row else stored
         return tuple(self.total if i == self.axis else n for i, n in enumerate(stored))
 
-    def index(self, slices: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[Any, ...]:
+    def index(self, slices: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice | int | np.ndarray, ...]:
         """The index in NumPy's sense: where a part of the parameter lies in the tensor.
 
         Args:
@@ -55,7 +54,7 @@ class Piece:
         bounds = [slice.indices(n)[:2] for slice, n in zip(slices, shape)]
         if self.transpose:
             bounds = [*bounds[:-2], bounds[-1], bounds[-2]]
-        selection: list[Any] = [slice(low, high) for low, high in bounds]
+        selection: list[slice | np.ndarray] = [slice(low, high) for low, high in bounds]
         if self.row:
             return (0, *selection)
         if self.axis is not None and self.block > 1:

@@ -32,7 +32,7 @@ WRAPPERS: Mapping[str, str] = {
 _QWEN2_VL = {"bos_token_id": 151643, "eos_token_id": 151645, "max_window_layers": 80, "num_key_value_heads": 8}
 _QWEN2_VL |= {"rms_norm_eps": 1e-5}
 
-RENAMED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+RENAMED: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "bailing_moe_v2": ("bailing_moe", {"score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
     "kimi_k2": ("deepseek_v3", {}),
     **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), ("qwen2", _QWEN2_VL)),
@@ -57,7 +57,7 @@ _BARE = {
 _PLACES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
 
 
-def text_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def text_values(values: Mapping[str, object], source: str) -> dict[str, object]:
     """The keys of the decoder: those of `text_config` where a file nests them there.
 
     Raises:

@@ -8,7 +8,6 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as Encoder
 
@@ -69,7 +68,7 @@ class Tokenizer:
         """The text of ids. Bytes that are not UTF-8 become U+FFFD."""
         return self.encoder.decode(list(ids), skip_special_tokens=skip_special)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **values: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, object]], /, **values: object) -> str:
         """The prompt that the chat template makes of messages.
 
         Args:
@@ -87,7 +86,7 @@ class Tokenizer:
             )
         return self.template.render(messages, {**self.special, "add_generation_prompt": True, **values})
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], /, **values: Any) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, object]], /, **values: object) -> list[int]:
         """Ids of the prompt that the chat template makes, which writes special tokens itself; see `render_chat`."""
         return self.encode(self.render_chat(messages, **values), add_special=False)
 
@@ -230,7 +229,7 @@ def _of_library(error: BaseException) -> bool:
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
-def special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(values: Mapping[str, object]) -> dict[str, str]:
     """Texts of the special tokens that chat templates name, in the values of a tokenizer_config.json.
 
     >>> special_tokens({"eos_token": {"content": "</s>"}, "bos_token": "<s>", "pad_token": None})
@@ -245,7 +244,7 @@ def special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
     return special
 
 
-def chat_template(directory: Path, setting: Any) -> ChatTemplate | None:
+def chat_template(directory: Path, setting: object) -> ChatTemplate | None:
     """The template of a Hugging Face directory: the file's before the setting's, of several named ones "default", and
     the others of `additional_chat_templates/` or of the setting by name.
 

@@ -52,7 +52,7 @@ def flash_attention_forward(
 
 
 @checked
-def apply_gradient_checkpointing(model: Any, checkpoint_policy: str = "block_wise") -> Any:
+def apply_gradient_checkpointing(model: object, checkpoint_policy: str = "block_wise") -> Any:
     """The model with a gradient that keeps less of the forward pass and recomputes the rest; its numbers stay.
 
     Args:

@@ -16,6 +16,7 @@ from vishwamai.core.errors import ShapeError, VishwamaiError
 from vishwamai.core.types import PyTree
 
 if TYPE_CHECKING:
+    from flax import linen
     from jax.typing import DTypeLike
 
 NAME = "profile_execution"
@@ -39,7 +40,7 @@ class Subject:
         return (*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state), *self.inputs)
 
 
-def _linen_variables(model: Any, inputs: Sequence[jax.ShapeDtypeStruct], seed: int) -> Any:
+def _linen_variables(model: linen.Module, inputs: Sequence[jax.ShapeDtypeStruct], seed: int) -> PyTree:
     try:
         return jax.jit(model.init)(jax.random.key(seed), *(jnp.zeros(x.shape, x.dtype) for x in inputs))
     except VishwamaiError:
@@ -53,7 +54,7 @@ def not_taken(error: Exception) -> ShapeError:
     return ShapeError(f"{NAME}: `model` does not take inputs of `input_shape`: {text}")
 
 
-def subject_of(model: Any, input_shape: object, dtype: np.dtype[Any] | None, seed: int) -> Subject:
+def subject_of(model: Any, input_shape: object, dtype: np.dtype | None, seed: int) -> Subject:
     linen = sys.modules.get("flax.linen")
     if linen is not None and isinstance(model, linen.Module):
         inputs = _inputs(input_shape, dtype or np.dtype(np.float32))
@@ -85,7 +86,7 @@ def _called(name: str, inputs: Sequence[jax.ShapeDtypeStruct]) -> str:
     return f"{name}({', '.join(f'{shape.dtype}{list(shape.shape)}' for shape in inputs)})"
 
 
-def _inputs(shapes: Any, dtype: np.dtype[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _inputs(shapes: Any, dtype: np.dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The inputs that `input_shape` describes."""
     several = isinstance(shapes, (tuple, list)) and len(shapes) > 0 and not _is_size(shapes[0])
     inputs = []
@@ -101,11 +102,11 @@ def _inputs(shapes: Any, dtype: np.dtype[Any]) -> tuple[jax.ShapeDtypeStruct, ..
     return tuple(inputs)
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < 2**31)
 
 
-def number_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+def number_dtype(dtype: DTypeLike) -> np.dtype:
     try:
         parsed = jnp.dtype(dtype)
     except Exception as error:

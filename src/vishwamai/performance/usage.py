@@ -9,7 +9,6 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -69,7 +68,7 @@ _MOST_STEPS = 10_000
 
 @checked
 def track_memory_usage(
-    step_fn: Callable[..., object], inputs: Sequence[Any] | Mapping[str, Any], *, steps: int = 4
+    step_fn: Callable[..., object], inputs: Sequence[object] | Mapping[str, object], *, steps: int = 4
 ) -> MemoryStats:
     """The memory of a step: planned by the compiler of this machine's device, and over steps that run.
 
@@ -149,7 +148,7 @@ def counted_peak() -> Measurement | None:
     return Measurement(stats["peak_bytes_in_use"], device.device_kind) if "peak_bytes_in_use" in stats else None
 
 
-def _donation(lowered: Any) -> tuple[dict[str, int], dict[str, int]]:
+def _donation(lowered: jax.stages.Lowered) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of the donated arguments by path, and of those that could be."""
     results = Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(lowered.out_info))
     leaves = [
@@ -176,7 +175,7 @@ _Call = tuple[tuple[object, ...], dict[str, object]]
 """Arguments by position and by name."""
 
 
-def _call(step_fn: Callable[..., object], inputs: Sequence[Any] | Mapping[str, Any]) -> _Call:
+def _call(step_fn: Callable[..., object], inputs: Sequence[object] | Mapping[str, object]) -> _Call:
     """The arguments that `inputs` are."""
     if not isinstance(inputs, Mapping):
         return tuple(inputs), {}
@@ -223,12 +222,12 @@ def _collect_young() -> None:
     gc.collect(1)
 
 
-def _alive() -> dict[int, Any]:
+def _alive() -> dict[int, jax.Array]:
     """The live arrays by identity, held so that no identity is used twice."""
     return {id(array): array for array in jax.live_arrays()}
 
 
-def _bytes_of_new(before: dict[int, object], arguments: object) -> int:
+def _bytes_of_new(before: Mapping[int, object], arguments: object) -> int:
     existing = set(before) | {id(leaf) for leaf in jax.tree.leaves(arguments)}
     return sum(array.nbytes for array in jax.live_arrays() if id(array) not in existing and not array.is_deleted())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +60,7 @@ class Serving:
         """Pages of a sequence at its full length."""
         return -(-self.length // self.page_size)
 
-    def parameters(self) -> tuple[Any, PyTree]:
+    def parameters(self) -> tuple[nnx.GraphDef[Decoder], PyTree]:
         """The decoder's structure, and the shapes of its variables."""
         make = functools.partial(Decoder, self.config, dtype=self.dtype, param_dtype=self.dtype, stacked=False)
 
@@ -126,8 +125,8 @@ def trace_serving(
     batch = PagedBatch(*_tables(serving, rows, new, context), max_q_len=new)
 
     def serving_step(
-        variables: PyTree, pages: PyTree, history: Any, tokens: object, seeds: object, batch: PagedBatch
-    ) -> tuple[Any, ...]:
+        variables: PyTree, pages: PyTree, history: jax.Array, tokens: jax.Array, seeds: jax.Array, batch: PagedBatch
+    ) -> tuple[PyTree, ...]:
         slots = jnp.arange(rows, dtype=jnp.int32)
         tables = {window: ring_table(slots, ring, batch.page_table.shape[1]) for window, ring in serving.rings.items()}
         with serving.optimization.kernels():

@@ -43,7 +43,7 @@ def _environment() -> Any:
     )
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, **values: object) -> str:
     """The text of a page.
 
     Args:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
 
 _VALUES = 1 << 26
 """Values of a column that a group of rows may have; an index of four bytes is decoded for each."""
@@ -39,7 +42,7 @@ def lines(file: _Lines, most: int) -> Iterator[bytes | None]:
         yield None
 
 
-def open_parquet(path: Path, columns: list[str], most: int) -> Any:
+def open_parquet(path: Path, columns: list[str], most: int) -> pyarrow.parquet.ParquetFile:
     """A file of Parquet whose texts come as dictionaries.
 
     Args:
@@ -69,7 +72,7 @@ _GROUP = 1 << 30
 """Bytes of a column that a group of rows may take in any case: published files have hundreds of MiB."""
 
 
-def arrow_batches(path: Path, most: int) -> Iterator[Any]:
+def arrow_batches(path: Path, most: int) -> Iterator[pyarrow.RecordBatch]:
     """The batches of a file of Arrow, whose offsets are checked before a value is read.
 
     Args:
@@ -124,7 +127,7 @@ def _decompressed(message: Any) -> int:
     return total
 
 
-def _check(name: str, column: Any) -> None:
+def _check(name: str, column: pyarrow.Array) -> None:
     """Declines offsets that leave a column's buffers, and types whose rows may share bytes, so that a small file has
     large rows.
 
@@ -146,7 +149,7 @@ def _check(name: str, column: Any) -> None:
             raise ValueError(f"column {name!r} is damaged: {error}") from error
 
 
-def parts(batch: Any, most: int) -> Iterator[Any]:
+def parts(batch: pyarrow.RecordBatch, most: int) -> Iterator[pyarrow.RecordBatch | None]:
     """A batch of pyarrow in parts of at most `most` bytes; None in place of a row that is larger."""
     if size(batch) <= most:
         yield batch

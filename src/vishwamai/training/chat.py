@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from vishwamai.core.errors import ConfigError, UnsupportedError
 from vishwamai.models import template_sandbox
@@ -73,7 +72,7 @@ class TrainingTemplate:
         return cls(ChatTemplate(read_template(path), str(path)), special)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, object]] | None = None
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None = None
     ) -> tuple[str, list[Span]]:
         """The text of a chat, and the spans (begin, end) of the assistant's turns, without the prompts before them.
 
@@ -117,7 +116,7 @@ class _Turns:
 
     template: ChatTemplate
     program: str
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
     def span(self, full_text: str, chat: list[Message], index: int, least: int) -> Span | None:
         """The span of a message in the text of a chat; None where the template leaves it out.
@@ -186,8 +185,8 @@ def _replaced(message: Message) -> Message:
         message = {**message, "content": _WORDS}
     elif isinstance(content, list):
         message = {**message, "content": [{**part, "text": _WORDS} for part in content]}
-    calls = []
-    for call in message.get("tool_calls", ()):
+    calls, earlier = [], message.get("tool_calls")
+    for call in earlier if isinstance(earlier, Iterable) else ():
         named = call.get("function", call) | {"name": _WORDS}
         calls.append({**call, "function": named} if "function" in call else named)
     return {**message, "tool_calls": calls} if calls else message
@@ -221,13 +220,13 @@ def end_of_text(config: TrainConfig) -> str:
     return END_OF_TEXT if settings is None else special_tokens(read_json(settings)).get("eos_token", END_OF_TEXT)
 
 
-def tokenizer_settings(config: TrainConfig) -> dict[str, Any]:
+def tokenizer_settings(config: TrainConfig) -> dict[str, object]:
     """The values of the exported tokenizer_config.json: those of the tokenizer that the run takes, if it has some.
 
     Raises:
       ShapeError: the tokenizer's own file is damaged.
     """
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end_of_text(config),
         "clean_up_tokenization_spaces": False,

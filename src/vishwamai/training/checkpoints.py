@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import orbax.checkpoint as ocp
@@ -52,7 +52,7 @@ class Restored:
     """What a checkpoint holds: the state, and the state of the data iterator."""
 
     state: TrainState
-    data: dict[str, Any]
+    data: dict[str, object]
 
 
 def described(state: TrainState) -> TrainState:

@@ -69,7 +69,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     return from_dict(values)
 
 
-def from_dict(values: dict[str, Any]) -> TrainConfig:
+def from_dict(values: dict[str, object]) -> TrainConfig:
     """The configuration that nested dictionaries describe.
 
     Raises:
@@ -89,12 +89,12 @@ def from_dict(values: dict[str, Any]) -> TrainConfig:
     return config
 
 
-def to_dict(config: TrainConfig) -> dict[str, Any]:
+def to_dict(config: TrainConfig) -> dict[str, object]:
     """The configuration as nested dictionaries and lists, which YAML and JSON can hold."""
     return pydantic.TypeAdapter(TrainConfig).dump_python(config, mode="json")
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> dict[str, object]:
     """The JSON Schema (2020-12) of the YAML file, with the doc of each key, for editors that check and complete it."""
     schema = pydantic.TypeAdapter(TrainConfig).json_schema()
     for section, table in [(TrainConfig, schema), *((kind, schema["$defs"][kind.__name__]) for kind in _sections())]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import grain
 import numpy as np
@@ -156,7 +156,9 @@ def held_out_batches(
     return joined.slice(slice(process, None, processes)).batch(batch_size // processes)
 
 
-def _batched(rows: Any, batch_size: int, process: int, processes: int) -> Any:
+def _batched(
+    rows: grain.MapDataset[dict[str, np.ndarray]], batch_size: int, process: int, processes: int
+) -> grain.IterDataset[Batch]:
     mine = rows.slice(slice(process, None, processes)).batch(batch_size // processes, drop_remainder=True)
     return mine.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
 

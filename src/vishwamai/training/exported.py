@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,7 +43,11 @@ def export(parts: ModelParts, params: PyTree, files: dict[str, str], folder: Pat
 
 
 def export_adapter(
-    parts: ModelParts, adapters: Mapping[str, Mapping[str, Any]], section: LoraSection, base: str | None, folder: Path
+    parts: ModelParts,
+    adapters: Mapping[str, Mapping[str, object]],
+    section: LoraSection,
+    base: str | None,
+    folder: Path,
 ) -> None:
     """Writes the adapters in the form of the library peft, where it has one for them.
 

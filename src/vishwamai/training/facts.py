@@ -11,7 +11,6 @@ import platform
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +77,8 @@ def run_facts(
     config: TrainConfig,
     corpus: Corpus,
     state: PyTree,
-    frozen: Any,
-    compiled: Any,
+    frozen: PyTree,
+    compiled: jax.stages.Compiled,
     flops_per_token: float,
     peak_flops: float | None,
 ) -> RunFacts:

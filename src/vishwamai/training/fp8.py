@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,9 @@ class FP8State(NamedTuple):
       history: float32 `[..., steps]`, the largest magnitudes of the last steps, newest first.
     """
 
-    inner: Any
-    scales: dict[str, dict[str, Any]]
-    history: dict[str, dict[str, Any]]
+    inner: PyTree
+    scales: dict[str, dict[str, jax.Array]]
+    history: dict[str, dict[str, jax.Array]]
 
 
 @checks_its_own("scaling")
@@ -121,7 +121,7 @@ class FP8Optimizer:
         if self.scaling != "delayed":
             return FP8State(self.inner.init(params), {}, {})
 
-        def zeros(*tail: int) -> dict[str, dict[str, Any]]:
+        def zeros(*tail: int) -> dict[str, dict[str, jax.Array]]:
             return {
                 name: {tensor: jnp.zeros((*shape, *tail), jnp.float32) for tensor in TENSORS}
                 for name, shape in leading.items()
@@ -130,7 +130,7 @@ class FP8Optimizer:
         return FP8State(self.inner.init(params), zeros(), zeros(self.history))
 
     def update(
-        self, gradients: PyTree, state: FP8State, params: PyTree = None, *, good: Any = True
+        self, gradients: PyTree, state: FP8State, params: PyTree = None, *, good: bool | jax.Array = True
     ) -> tuple[PyTree, FP8State]:
         """Updates of the parameters, and the state after them.
 
@@ -199,7 +199,7 @@ class FP8Optimizer:
                 shapes[name] = leaf.shape[: leaf.ndim - rank]
         return shapes
 
-    def _scale(self, path: jax.tree_util.KeyPath, history: Any, before: Any) -> Any:
+    def _scale(self, path: jax.tree_util.KeyPath, history: jax.Array, before: jax.Array) -> jax.Array:
         form = E5M2 if path[-1].key == "gradient" else E4M3
         now = scale_of(history.max(axis=-1), form, self.margin)
         return now if self.dynamic_scale else jnp.where(before > 0, before, now)
@@ -218,7 +218,7 @@ def attach(trained: PyTree, recipe: Recipe, is_target: Callable[[str], bool]) ->
 
 def detach(attached: PyTree) -> PyTree:
     """The tree that `attach` took, of the one that it gave or of its gradients."""
-    scales: dict[str, dict[str, Any]] = {}
+    scales: dict[str, dict[str, jax.Array]] = {}
 
     def detached(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         if not isinstance(leaf, FP8Weight):

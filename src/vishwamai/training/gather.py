@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +143,7 @@ def over_devices(
 
         return jax.tree_util.tree_map_with_path(total, grown), jax.lax.psum(sums, TOKENS)
 
-    def call(params: PyTree, batch: PyTree, *scalars: Any) -> tuple[PyTree, PyTree]:
+    def call(params: PyTree, batch: PyTree, *scalars: jax.Array) -> tuple[PyTree, PyTree]:
         places = (specs, batch_specs(batch), PartitionSpec(), others)
         out = (specs if gradients else PartitionSpec(), PartitionSpec())
         run = jax.shard_map(among_processes(local), mesh=layout.mesh, in_specs=places, out_specs=out, check_vma=False)
@@ -167,7 +167,7 @@ def by_part(layout: Layout, compute: Callable[..., PyTree]) -> Callable[..., PyT
     return call
 
 
-def by_row(layout: Layout, compute: Callable[..., object], params: PyTree) -> Callable[..., Any]:
+def by_row(layout: Layout, compute: Callable[..., PyTree], params: PyTree) -> Callable[..., PyTree]:
     """`compute(params, batch)` to arrays `[rows, ...]` of each device's rows, as one function of all rows."""
     if layout.mesh is None:
         return compute

@@ -6,10 +6,11 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from tokenizers import Tokenizer
 
 from vishwamai.core.config import local_platform
@@ -32,6 +33,8 @@ from vishwamai.training.remat import fitting_policy, memory_limit
 from vishwamai.training.sharding import Layout
 from vishwamai.training.step import TrainState
 from vishwamai.training.together import first_alone, on_host
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +68,12 @@ class TrainingJob:
         return self.program.layout
 
     @functools.cached_property
-    def jitted_step(self) -> Any:
+    def jitted_step(self) -> jax.stages.Wrapped:
         """State, batch and frozen parameters to the next state and what the step shows; it takes the state's memory."""
         return jitted_step(self.program, self.policy)
 
     @functools.cached_property
-    def _evaluate(self) -> Any:
+    def _evaluate(self) -> jax.stages.Wrapped:
         return jax.jit(_traced(self.config, self.program.evaluation()))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, PyTree]]:
@@ -86,7 +89,7 @@ class TrainingJob:
         rates = self.flops_per_token, self.peak_flops
         return run_facts(self.config, self.corpus, state.params, self.frozen, compiled, *rates)
 
-    def evaluate(self, params: PyTree, batch: Batch) -> tuple[Any, Any]:
+    def evaluate(self, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """The sum of the loss of a batch, and over how many tokens or pairs."""
         return self._evaluate(params, batch, self.frozen)
 
@@ -99,7 +102,7 @@ class TrainingJob:
         return rearrange(self.program.shapes.stages, state, self.layout, placed=False)
 
     @functools.cached_property
-    def rate(self) -> Any:
+    def rate(self) -> optax.Schedule:
         """The learning rate as a function of the step."""
         return schedule(self.config.optimizer, self.config.steps)
 
@@ -161,7 +164,7 @@ def make_job(config: TrainConfig, folder: Path) -> tuple[TrainingJob, TrainState
     return TrainingJob(program, corpus, folder, files, frozen, policy), state
 
 
-def jitted_step(program: TrainingProgram, policy: str) -> Any:
+def jitted_step(program: TrainingProgram, policy: str) -> jax.stages.Wrapped:
     """The step of a program under a policy of `remat`, for the devices of this process."""
     step = _traced(program.config, program.step(policy))
     return jax.jit(step, donate_argnums=0, compiler_options=program.options)
@@ -199,7 +202,7 @@ def _fitting_policy(program: TrainingProgram, corpus: Corpus, state: TrainState,
     return fitting_policy(limit, needs)
 
 
-def _traced(config: TrainConfig, function: Callable[..., Any]) -> Callable[..., Any]:
+def _traced(config: TrainConfig, function: Callable[..., Result]) -> Callable[..., Result]:
     """The function with the kernels that the configuration asks for, traced for these devices alone."""
 
     def call(*args: PyTree) -> PyTree:

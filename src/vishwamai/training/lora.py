@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,15 +43,15 @@ class Adapted:
     up: jax.Array
     scale: float
 
-    def merge(self) -> Any:
+    def merge(self) -> jax.Array:
         """The sum, `[..., in, out]`, in the adapter's dtype."""
         weight = self.weight.dequantize() if isinstance(self.weight, QTensor) else self.weight
         return weight.astype(self.down.dtype) + self.scale * (self.down @ self.up)
 
 
 def initial_adapters(
-    section: LoraSection, params: PyTree, key: Any, ranks: Mapping[str, int] | None = None
-) -> dict[str, dict[str, Any]]:
+    section: LoraSection, params: PyTree, key: jax.Array, ranks: Mapping[str, int] | None = None
+) -> dict[str, dict[str, jax.Array]]:
     """Adapters of the weights that the section's pattern names, by path; they start as no change.
 
     Args:
@@ -132,7 +131,7 @@ def merge_adapters(tree: PyTree, gather: Callable[[str, object], object] = lambd
         `gather.gather_parameter`.
     """
 
-    def merge(path: Any, leaf: PyTree) -> Any:
+    def merge(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         name = parameter_name(path)
         if isinstance(leaf, Adapted):
             thin = {part: gather(f"{name}/{part}", getattr(leaf, part)) for part in ADAPTER_RANKS}

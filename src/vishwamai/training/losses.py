@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +17,18 @@ from vishwamai.training.config import LossSection
 from vishwamai.training.head import cross_entropy, head_operands
 from vishwamai.training.packing import IGNORED, REFERENCE
 from vishwamai.training.preferences import answer_logprobs, preference_loss
-from vishwamai.training.remat import checkpointed
+from vishwamai.training.remat import Policy, checkpointed
 
-Loss = Callable[..., tuple[Any, dict[str, Any]]]
+Loss = Callable[..., tuple[jax.Array, dict[str, PyTree]]]
 """From parameters and a batch, and `frozen` parameters by that name where there are some, to the *sum* of the loss over
 its counted tokens, and further sums to report."""
 
 
 def model_loss(
-    graph: nnx.GraphDef[Any],
+    graph: nnx.GraphDef[Decoder],
     rest: PyTree,
     section: LossSection | None = None,
-    policy: object = None,
+    policy: Policy | None = None,
     gather: Callable[[PyTree], PyTree] | None = None,
     attach: Callable[[PyTree], PyTree] | None = None,
     axes: MeshAxes = ONE_DEVICE,
@@ -109,11 +108,11 @@ def token_loss(
 
 
 def run_model(
-    graph: nnx.GraphDef[Any],
+    graph: nnx.GraphDef[Decoder],
     rest: PyTree,
     params: PyTree,
     batch: dict[str, PyTree],
-    policy: object = None,
+    policy: Policy | None = None,
     gather: Callable[[PyTree], PyTree] | None = None,
     attach: Callable[[PyTree], PyTree] | None = None,
     axes: MeshAxes = ONE_DEVICE,

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from vishwamai.models.remote import address
 from vishwamai.training.chat import end_of_text
 from vishwamai.training.compute_dtype import resolved
 from vishwamai.training.config import TrainConfig
-from vishwamai.training.remat import checkpoint_policy
+from vishwamai.training.remat import Policy, checkpoint_policy
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,7 +41,7 @@ class ModelParts:
     """
 
     config: ModelConfig
-    graph: nnx.GraphDef[Any]
+    graph: nnx.GraphDef[Decoder]
     params: PyTree
     rest: PyTree
     new: Callable[[], PyTree] | None = None
@@ -66,9 +66,9 @@ class ModelParts:
         """The same with the shapes of the parameters."""
         return dataclasses.replace(self, params=jax.eval_shape(lambda: self.params), new=None)
 
-    def checkpoint_policy(self, policy: str) -> Any:
+    def checkpoint_policy(self, policy: str) -> Policy | None:
         """What the backward pass keeps under a policy of `remat`, as `jax.checkpoint` takes it."""
-        policies: list[object] = []
+        policies: list[Policy | None] = []
         jax.eval_shape(lambda params: policies.append(checkpoint_policy(self.merge(params), policy)), self.params)
         return policies[0]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +79,7 @@ def optimizer(
     return optax.chain(_rule(section, ranks), grouped, rate)
 
 
-def apply_updates(params: PyTree, updates: PyTree, key: Any = None) -> PyTree:
+def apply_updates(params: PyTree, updates: PyTree, key: jax.Array | None = None) -> PyTree:
     """The parameters after a step.
 
     Args:
@@ -102,7 +101,7 @@ def apply_updates(params: PyTree, updates: PyTree, key: Any = None) -> PyTree:
     return jax.tree.map(_added, params, updates, keys)
 
 
-def _added(parameter: Any, update: Any, key: Any) -> Any:
+def _added(parameter: jax.Array, update: jax.Array, key: jax.Array) -> jax.Array:
     if parameter.dtype != jnp.bfloat16:
         return (parameter + update).astype(parameter.dtype)
     total = parameter.astype(jnp.float32) + update.astype(jnp.float32)

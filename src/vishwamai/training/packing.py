@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -78,7 +77,9 @@ def pair_rows(offsets: np.ndarray, order: np.ndarray) -> PackingPlan:
     )
 
 
-def row(plan: PackingPlan, tokens: Any, targets: Any, index: int, length: int) -> dict[str, np.ndarray]:
+def row(
+    plan: PackingPlan, tokens: np.ndarray, targets: np.ndarray | None, index: int, length: int
+) -> dict[str, np.ndarray]:
     """Row `index`, four int32 arrays `[length]`.
 
     `tokens`; `labels`, the next token of the same piece, or -100 where it is not in the loss; `segment_ids`, 1, 2, ...

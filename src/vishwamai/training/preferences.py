@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ def answer_logprobs(
     return -axes.row_total(jnp.stack(totals, axis=1))
 
 
-def preference_loss(logprobs: Any, reference: Any, beta: float) -> tuple[Any, dict[str, Any]]:
+def preference_loss(logprobs: jax.Array, reference: jax.Array, beta: float) -> tuple[jax.Array, dict[str, jax.Array]]:
     """-log sigmoid of beta times how much more the model prefers the chosen answer than the reference does.
 
     Args:
@@ -79,7 +78,7 @@ def with_reference(
     process, processes = layout.reader
     mine = range(batch_size * process // processes, batch_size * (process + 1) // processes)
 
-    def write(path: Path, parts: list[Any], count: int) -> None:
+    def write(path: Path, parts: list[np.ndarray], count: int) -> None:
         scores = np.concatenate([np.asarray(part, np.float32) for part in parts])[:count]
         with caches.writing(path, "train"):
             caches.write(path, as_npy(scores))

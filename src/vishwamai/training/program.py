@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from vishwamai.aot.compile import libtpu
 from vishwamai.core.hardware import TpuChip
@@ -42,7 +42,7 @@ from vishwamai.training.step import (
     update_rule,
 )
 
-Shapes = Any
+Shapes = PyTree
 """A tree of `jax.ShapeDtypeStruct`s."""
 
 
@@ -119,15 +119,15 @@ class TrainingProgram:
         """The loss, under a policy of `remat` in place of the configuration's."""
         return self.shapes.loss(self.layout, self.attach_scales, policy)
 
-    def step(self, policy: str | None = None) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+    def step(self, policy: str | None = None) -> Callable[..., tuple[TrainState, dict[str, PyTree]]]:
         """One step as a function of state, batch and frozen parameters."""
         return make_step(self.config, self.loss(policy), self.update, self.layout)
 
-    def evaluation(self) -> Callable[..., tuple[Any, Any]]:
+    def evaluation(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Parameters, batch and frozen parameters to the sum of the loss, and over how many tokens or pairs."""
         loss, layout = self.loss("none"), self.layout
 
-        def count(params: PyTree, batch: PyTree, **frozen: PyTree) -> tuple[None, tuple[Any, Any]]:
+        def count(params: PyTree, batch: PyTree, **frozen: PyTree) -> tuple[None, tuple[jax.Array, jax.Array]]:
             if isinstance(loss, PipelinedLoss):
                 options = {"microbatches": self.config.microbatches, "gradients": False}
                 sums = pipelined(loss, params, batch, 1.0, **options, **frozen)[1]
@@ -135,19 +135,19 @@ class TrainingProgram:
                 sums = loss(params, batch, **frozen)[1]
             return None, (sums["loss"], loss_count(batch, layout.model_axes))
 
-        def evaluate(params: PyTree, batch: PyTree, frozen: PyTree = None) -> tuple[Any, Any]:
+        def evaluate(params: PyTree, batch: PyTree, frozen: PyTree = None) -> tuple[jax.Array, jax.Array]:
             return over_devices(layout, count, params, gradients=False, frozen=frozen)(params, batch)[1]
 
         return evaluate
 
-    def reference(self, params: PyTree) -> Callable[[PyTree, PyTree], Any]:
+    def reference(self, params: PyTree) -> Callable[[PyTree, PyTree], jax.Array]:
         """Parameters like `params`, without adapters, and a batch to the log-probabilities of its answers."""
         loss, parts, layout = self.loss("none"), self.shapes.parts, self.layout
         gather = None if layout.mesh is None else functools.partial(gather_parameters, layout)
         if self.config.lora.rank:
             gather = functools.partial(merge_adapters, gather=functools.partial(gather_parameter, layout))
 
-        def logprobs(params: PyTree, batch: PyTree) -> Any:
+        def logprobs(params: PyTree, batch: PyTree) -> jax.Array:
             if isinstance(loss, PipelinedLoss):
                 base = dataclasses.replace(loss, adapt=None)
                 return pipelined_logprobs(base, params, batch, microbatches=self.config.microbatches)
@@ -165,7 +165,7 @@ class TrainingProgram:
         mesh = self.layout.mesh
         if mesh is not None:
 
-            def placed(leaf: Any, spec: Any) -> Any:
+            def placed(leaf: PyTree, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
             state, frozen = (jax.tree.map(placed, tree, self.layout.specs(tree)) for tree in (state, frozen))
@@ -276,7 +276,7 @@ def make_loss(
 
 def make_step(
     config: TrainConfig, loss: Loss | PipelinedLoss, optimizer: Optimizer, layout: Layout
-) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+) -> Callable[..., tuple[TrainState, dict[str, PyTree]]]:
     """`step.train_step` as a function of state, batch and frozen parameters.
 
     Args: as of `train_step`; `loss` of `make_loss`.

@@ -11,9 +11,12 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vishwamai.training import bounded
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +140,7 @@ def rows(batch: object, most: int) -> Iterator[Any]:
             yield from (_row(part, index) for index in range(len(part)))
 
 
-def _row(batch: Any, index: int) -> Any:
+def _row(batch: pyarrow.RecordBatch, index: int) -> dict[str, object] | Unreadable:
     try:
         return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
     except UnicodeDecodeError as error:

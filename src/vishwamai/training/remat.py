@@ -10,7 +10,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from vishwamai.core import observe
 from vishwamai.core.errors import ConfigError
-from vishwamai.core.types import AnyArray
+from vishwamai.core.types import PyTree
 from vishwamai.models import Decoder
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
+
+    from vishwamai.models.decoder import Period, WrapLayer
+    from vishwamai.models.layers.feed_forward import ExpertLoad
+    from vishwamai.models.layers.layer import Carry
+
+Policy = Callable[..., bool]
+"""JAX's policy of `jax.checkpoint`: whether a value is kept, by the operation that made it."""
 
 POLICIES = {
     "none": "everything is kept, nothing is recomputed",
@@ -40,7 +50,7 @@ _LADDER = ("none", "dots", "block_wise", "full")
 _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def apply_gradient_checkpointing(model: Decoder, policy: str) -> Callable[..., Any]:
+def apply_gradient_checkpointing(model: Decoder, policy: str) -> Callable[..., jax.Array]:
     """The model's forward pass under a policy, which changes the memory and time of its gradient but not its numbers.
 
     Args:
@@ -115,7 +125,9 @@ def fitting_policy(limit: int, needs: Callable[[str], int]) -> str:
     )
 
 
-def checkpointed(model: Decoder, policy: object, gather: Callable[[Any], object] | None = None) -> Callable[..., Any]:
+def checkpointed(
+    model: Decoder, policy: Policy | None, gather: Callable[[PyTree], PyTree] | None = None
+) -> Callable[..., tuple[jax.Array, tuple[ExpertLoad | None, ...]]]:
     """The model's forward pass, `Decoder.with_load`, with a policy of `checkpoint_policy`.
 
     Args:
@@ -128,14 +140,14 @@ def checkpointed(model: Decoder, policy: object, gather: Callable[[Any], object]
     return functools.partial(model.with_load, wrap_layer=layer_wrapper(policy, gather))
 
 
-def layer_wrapper(policy: Any, gather: Callable[[Any], Any] | None) -> Callable[..., Any]:
+def layer_wrapper(policy: Policy | None, gather: Callable[[PyTree], PyTree] | None) -> WrapLayer:
     """What `Decoder.__call__` takes as `wrap_layer`; the arguments are those of `checkpointed`."""
 
-    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-        def gathered(carry: AnyArray, pages: AnyArray, group: object, index: object) -> Any:
+    def wrap(run: Period) -> Period:
+        def gathered(carry: Carry, pages: PyTree, group: PyTree, index: PyTree) -> tuple[Carry, PyTree, PyTree]:
             return run(carry, pages, group if gather is None else gather(group), index)
 
-        def joined(carry: tuple[Any, Any, Any], pages: object, group: object, index: object) -> Any:
+        def joined(carry: Carry, pages: PyTree, group: PyTree, index: PyTree) -> tuple[Carry, PyTree, PyTree]:
             """What is computed again starts from the sum of the carry: one array is kept of each layer, not two."""
             stream, delta, memory = carry
             return gathered((checkpoint_name(stream + delta, _INPUT), None, memory), pages, group, index)
@@ -151,7 +163,7 @@ def activation_names(model: Decoder) -> tuple[str, ...]:
     """
     names: dict[str, None] = {}
 
-    def walk(jaxpr: Any) -> None:
+    def walk(jaxpr: Jaxpr) -> None:
         for equation in jaxpr.eqns:
             if equation.primitive.name == "name":
                 names[equation.params["name"]] = None
@@ -166,7 +178,7 @@ def activation_names(model: Decoder) -> tuple[str, ...]:
     return tuple(names)
 
 
-def checkpoint_policy(model: Decoder, policy: str) -> Any:
+def checkpoint_policy(model: Decoder, policy: str) -> Policy | None:
     """JAX's policy for a name of `POLICIES` or names of activations; None for "none".
 
     Raises:

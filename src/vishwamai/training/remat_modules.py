@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from flax import linen, nnx
@@ -17,7 +17,8 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.core.types import PyTree
 
 if TYPE_CHECKING:
-    Path = tuple[Any, ...]
+    from flax.linen.module import InterceptorContext
+    from flax.typing import PathParts as Path
 
 _KEPT = {
     "none": None,
@@ -54,7 +55,7 @@ def _alike(siblings: Mapping[Path, object]) -> tuple[Path, ...]:
     Args:
       siblings: properties that alike paths share, by path.
     """
-    groups: dict[Any, list[Path]] = {}
+    groups: dict[object, list[Path]] = {}
     for path, kind in siblings.items():
         groups.setdefault((path[:-1], kind), []).append(path)
     paths = sorted((path for group in groups.values() if len(group) > 1 for path in group), key=len)
@@ -77,10 +78,10 @@ def _nnx(model: nnx.Module, policy: str) -> nnx.Module:
 
 
 @functools.cache
-def _checkpointed_class(kind: Any, policy: str) -> Any:
+def _checkpointed_class(kind: type, policy: str) -> type:
     """The class with its call checkpointed; one per class, so that programs are compiled once."""
 
-    def __call__(self: object, *args: object, **options: object) -> Any:
+    def __call__(self: object, *args: object, **options: object) -> object:
         leaves, treedef = jax.tree.flatten((args, options))
         traced = [isinstance(leaf, jax.typing.ArrayLike) and hasattr(leaf, "dtype") for leaf in leaves]
 
@@ -116,16 +117,21 @@ def _linen(model: linen.Module, policy: str) -> linen.Module:
 
 
 @functools.cache
-def _checkpointed_linen(kind: Any, policy: str) -> Any:
-    def __call__(self: Any, *args: object, **options: object) -> Any:
+def _checkpointed_linen(kind: type, policy: str) -> type:
+    def __call__(self: linen.Module, *args: object, **options: object) -> object:
         blocks = _linen_blocks(self.variables.get("params", {}))
         root = len(self.path)
 
-        def checkpointed(call: Callable[..., Any], args: Any, options: Any, context: Any) -> Any:
+        def checkpointed(
+            call: Callable[..., object],
+            args: tuple[PyTree, ...],
+            options: dict[str, PyTree],
+            context: InterceptorContext,
+        ) -> object:
             if context.method_name != "__call__" or context.module.path[root:] not in blocks:
                 return call(*args, **options)
 
-            def run(module: Any, args: Any) -> Any:
+            def run(module: linen.Module, args: tuple[PyTree, ...]) -> object:
                 del module  # bound to the lifted scope, which `call` reads
                 return call(*args, **options)
 
@@ -141,7 +147,7 @@ def _linen_blocks(params: Mapping[str, PyTree]) -> tuple[Path, ...]:
     """Paths of the blocks, by the parameters; none before there are any."""
     siblings: dict[Path, object] = {}
 
-    def walk(path: Path, node: Any) -> None:
+    def walk(path: Path, node: Mapping[str, PyTree]) -> None:
         for name, child in node.items():
             if isinstance(child, Mapping):
                 leaves, treedef = jax.tree.flatten(child)

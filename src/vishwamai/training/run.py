@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from vishwamai.training.checks import check
 from vishwamai.training.compute_dtype import as_recorded, resolved_for_run
 from vishwamai.training.config import TrainConfig
 from vishwamai.training.config_file import describe, from_dict, load_yaml
-from vishwamai.training.data import held_out_batches, training_batches, unread
+from vishwamai.training.data import Batch, held_out_batches, training_batches, unread
 from vishwamai.training.facts import RunFacts
 from vishwamai.training.job import TrainingJob, make_job
 from vishwamai.training.model import with_local_model
@@ -39,6 +39,9 @@ from vishwamai.training.step import TrainState
 from vishwamai.training.stop import Stopped, stop_signals
 from vishwamai.training.together import AnyAsked, check_shared, first_alone, is_first
 from vishwamai.training.tracking import check_trackers, open_trackers
+
+if TYPE_CHECKING:
+    import grain
 
 
 def train(
@@ -263,9 +266,11 @@ class _Trace:
             self.__exit__()
 
 
-def _evaluated(config: TrainConfig, job: TrainingJob, state: TrainState, held_out: Any) -> float:
+def _evaluated(
+    config: TrainConfig, job: TrainingJob, state: TrainState, held_out: Sequence[Batch] | grain.MapDataset[Batch]
+) -> float:
     """The loss on the held-out batches."""
-    sums: list[tuple[Any, Any]] = []
+    sums: list[tuple[jax.Array, jax.Array]] = []
     for number in range(min(config.evaluation.batches, len(held_out))):
         sums.append(job.evaluate(exported_params(state), job.layout.put_batch(held_out[number])))
     return float(sum(loss for loss, _ in sums) / sum(count for _, count in sums))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def sample(model: Decoder, tokenizer: Tokenizer, prompt: str, tokens: int, seed:
     row[0, : len(ids)] = ids
 
     @jax.jit
-    def choose(row: Any, position: Any, key: Any) -> Any:
+    def choose(row: jax.Array, position: jax.Array, key: jax.Array) -> jax.Array:
         hidden = model(row)[:, position - 1]
         return jax.random.categorical(key, model.logits(hidden)[0].astype(jnp.float32) / 0.7)
 

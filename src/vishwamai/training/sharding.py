@@ -22,7 +22,7 @@ from vishwamai.core.errors import ConfigError
 from vishwamai.core.numbers import divisors
 from vishwamai.core.pallas import LANES
 from vishwamai.core.qtensor import QTensor
-from vishwamai.core.types import PyTree
+from vishwamai.core.types import AnyArray, PyTree
 from vishwamai.models.attend import sequence_placement
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.config import ModelConfig
@@ -173,7 +173,7 @@ class Layout:
             return batch
         mesh, (index, count) = self.mesh, self.reader
 
-        def put(name: str, x: Any) -> Any:
+        def put(name: str, x: AnyArray) -> jax.Array:
             if self.zigzag and name != REFERENCE:
                 x = to_zigzag(x, mesh.shape["sequence"], axis=1)
             sharding = NamedSharding(mesh, batch_spec(name))
@@ -181,7 +181,8 @@ class Layout:
                 return jax.device_put(x, sharding)
             first = index * x.shape[0]  # this process's first row in the global batch
 
-            def of_device(place: Any) -> Any:
+            def of_device(place: tuple[slice, ...] | None) -> np.ndarray:
+                assert place is not None
                 begin, end, _ = place[0].indices(x.shape[0] * count)
                 return x[(slice(begin - first, end - first), *place[1:])]
 
@@ -200,7 +201,7 @@ def batch_specs(batch: Mapping[str, PyTree]) -> dict[str, PartitionSpec]:
     return {name: batch_spec(name) for name in batch}
 
 
-def _put(x: Any, sharding: NamedSharding) -> Any:
+def _put(x: PyTree, sharding: NamedSharding) -> PyTree:
     """An array that every process has, or one that lies on the mesh already, with a sharding."""
     if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return jax.device_put(x, sharding)

@@ -252,7 +252,7 @@ def _offered(record: Mapping[str, object], place: Place, tools: str) -> list[dic
         return Bad(*place, f"column {tools!r} holds {error}; pass a list of JSON Schemas, or its JSON text")
 
 
-def _tools(value: object) -> list[dict[str, Any]] | None:
+def _tools(value: object) -> list[dict[str, object]] | None:
     """The tools of a row: a list, or its JSON text, which Parquet holds where schemas differ between rows.
 
     Raises:
@@ -276,6 +276,7 @@ def _pair(record: Any, place: Place, columns: DpoSection, tools: str) -> Pair | 
         if isinstance(content, Bad):
             return content
         answers.append(content)
+    assert isinstance(record, dict), "`_document` declines another record"
     chosen, rejected = answers
     prompt = record.get(columns.prompt) or ""
     if not isinstance(prompt, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from vishwamai.training.optimizers import apply_updates, optimizer
 from vishwamai.training.packing import IGNORED
 from vishwamai.training.sharding import Layout
 
+if TYPE_CHECKING:
+    pass
+
 
 class LossScale(NamedTuple):
     """The factor of the loss that keeps gradients of float16 in its range. Micikevicius et al., "Mixed Precision
@@ -33,8 +36,8 @@ class LossScale(NamedTuple):
       steps: int32 scalar, steps since it changed.
     """
 
-    factor: Any
-    steps: Any
+    factor: jax.Array
+    steps: jax.Array
 
     def after(self, overflow: AnyArray) -> LossScale:
         """Half the factor where gradients have overflowed, twice the factor after `_GROWS_AFTER` steps without."""
@@ -66,12 +69,12 @@ class TrainState:
       loss_scale: scale of float16's loss, or None.
     """
 
-    step: Any
+    step: jax.Array
     params: PyTree
     optimizer: PyTree
     average: PyTree
-    skips: Any
-    skipped: Any
+    skips: jax.Array
+    skipped: jax.Array
     loss_scale: LossScale | None = None
 
 
@@ -186,7 +189,7 @@ def updated(
     clip: AnyArray,
     good: AnyArray,
     layout: Layout,
-    key: object = None,
+    key: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Parameters and the optimizer's state after a step; both as they were where it is not `good`.
 

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,7 @@ class AnyAsked:
 
     def __init__(self, request: threading.Event):
         self.request = request
-        self._before: Any = None
+        self._before: object = None
         if jax.process_count() > 1:
             mesh = Mesh(np.array(jax.devices()), ("all",))
             self._split = NamedSharding(mesh, PartitionSpec("all"))

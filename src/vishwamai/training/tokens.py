@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -260,7 +260,7 @@ def as_npy(array: np.ndarray) -> bytes:
     return content.getvalue()
 
 
-def _dtype(vocab: int) -> Any:
+def _dtype(vocab: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab <= np.iinfo(np.uint16).max + 1 else np.uint32
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.families.family import COMMON, SILU, Family, tokens
@@ -12,7 +11,7 @@ from vishwamai.models.parameters import PREFIX, Tensor
 _FIRST_VOCAB = 64000
 
 
-def baichuan_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def baichuan_values(values: Mapping[str, object], source: str) -> dict[str, object]:
     """The keys of Baichuan 2 with `alibi`: the files of models with 13 billion parameters, which do not rotate, have
     `model_max_length` in place of `max_position_embeddings`.
 

@@ -49,7 +49,7 @@ _KEYS = {
     "norm_eps": "norm_eps",
     "conv_L_cache": "conv.width",
 }
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: dict[str, object] = {
     "norm_eps": 1e-5,
     "conv_L_cache": 3,
     "tie_word_embeddings": True,

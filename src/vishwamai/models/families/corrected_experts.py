@@ -7,7 +7,7 @@ scores.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.families.experts import MIXTRAL_TENSORS
@@ -29,7 +29,7 @@ from vishwamai.models.parameters import PREFIX, Tensor
 if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
 
-_GLM_ROUTING: Mapping[str, Any] = {
+_GLM_ROUTING: Mapping[str, object] = {
     "n_group": 1,
     "n_routed_experts": 128,
     "n_shared_experts": 1,
@@ -44,7 +44,7 @@ _GLM_ROUTING: Mapping[str, Any] = {
 _SIGMOID = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid", "noaux_tc"), "moe_layer_freq": (1,)}
 
 
-def _bailing(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
+def _bailing(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     """The keys of Ling and Ring, versions 1 and 2, without those that others state too.
 
     Raises:
@@ -52,7 +52,7 @@ def _bailing(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     """
     sigmoid = values.get("score_function") == "sigmoid"
     size, shared = (values.get(key) for key in ("moe_intermediate_size", "num_shared_experts"))
-    allowed: Mapping[str, tuple[Any, ...]] = {
+    allowed: Mapping[str, tuple[object, ...]] = {
         "moe_router_enable_expert_bias": (sigmoid, None),
         "moe_shared_expert_intermediate_size": (size, None) if shared == 1 else (None,),
     }
@@ -68,12 +68,12 @@ def _bailing(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     return {key: value for key, value in values.items() if key not in unread}
 
 
-def _bailing_further(config: ModelConfig) -> Mapping[str, Any]:
+def _bailing_further(config: ModelConfig) -> Mapping[str, object]:
     assert config.experts is not None
     return {"moe_router_enable_expert_bias": config.experts.method == "noaux_tc"}
 
 
-def _minimax(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
+def _minimax(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     """The keys of MiniMax M2 without the types of its layers, all of which attend to everything.
 
     Raises:

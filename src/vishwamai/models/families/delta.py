@@ -31,8 +31,8 @@ _MIXTURE = {
     "num_experts": "experts.count",
     "shared_expert_intermediate_size": "experts.shared_size",
 }
-_FIELDS: dict[str, Any] = {"qk_norm": "head", "norm_offset": True, "output_gate": True}
-_DEFAULTS: dict[str, Any] = {
+_FIELDS: dict[str, object] = {"qk_norm": "head", "norm_offset": True, "output_gate": True}
+_DEFAULTS: dict[str, object] = {
     "attention_bias": False,
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
@@ -42,14 +42,14 @@ _DEFAULTS: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "num_key_value_heads": 2,
 }
-_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_EXPERTS: dict[str, object] = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _SHARED = {f"shared_{name}": Tensor(PREFIX + f"mlp.shared_expert.{name}_proj.weight", True) for name in GATED}
 _LAYERS: dict[str, Any] = {"layer_types": "types", "layer_keys": ("full_attention_interval",), "partial": 0.25}
 _LAYERS |= {"unread": ("mtp.",)}
 _LAYERS["next_token"] = NextToken(
     "mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", normalized=True
 )
-_FIXED: dict[str, tuple[Any, ...]] = {"output_gate_type": ("swish", "silu")}
+_FIXED: dict[str, tuple[object, ...]] = {"output_gate_type": ("swish", "silu")}
 _IGNORED = ("attn_output_gate", "mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers")
 _IGNORED += ("mtp_use_dedicated_embeddings",)
 

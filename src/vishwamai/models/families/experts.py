@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.families.family import (
@@ -42,17 +42,17 @@ _GRANITE_TENSORS = {
 }
 
 
-def _granite_shared(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
+def _granite_shared(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     """The keys of Granite with a shared expert, without the size of one that is absent."""
     return {key: value for key, value in values.items() if key != "shared_intermediate_size" or value != 0}
 
 
-def _granite_shared_further(config: ModelConfig) -> Mapping[str, Any]:
+def _granite_shared_further(config: ModelConfig) -> Mapping[str, object]:
     assert config.experts is not None
     return {"shared_intermediate_size": config.experts.shared_size or 0}
 
 
-def _phimoe(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
+def _phimoe(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     """The keys of Phi-3.5-MoE, whose class computes a stretched rotation in a form of its own.
 
     Raises:

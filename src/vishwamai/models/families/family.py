@@ -63,16 +63,16 @@ class Family:
 
     architecture: str
     keys: Mapping[str, str]
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, object] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     choices: Mapping[str, tuple[str, Mapping[Any, Any]]] = dataclasses.field(default_factory=dict)
-    fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    derive: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
-    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    further: Callable[[ModelConfig], Mapping[str, Any]] | None = None
+    derive: Callable[[Mapping[str, object], str], Mapping[str, object]] | None = None
+    constants: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    further: Callable[[ModelConfig], Mapping[str, object]] | None = None
     layer_types: str = "none"
     types_key: str | None = "layer_types"
     layer_keys: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ IGNORED = frozenset(
 )
 """Keys that change no logits of any family, and the ones that the readers of quantized tensors and of sampling take."""
 
-IDLE: Mapping[str, tuple[Any, ...]] = {
+IDLE: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("attention_bias", "lm_head_bias", "mlp_bias", "qkv_bias", "use_mrope"), (False,)),
     **dict.fromkeys(("use_sliding_window", "rope_interleaved", "add_cross_attention", "is_decoder"), (False,)),
     **dict.fromkeys(("sliding_window", "rope_local_base_freq", "clip_qkv", "head_dim", "quantization"), (None,)),
@@ -202,6 +202,6 @@ def sizes(vocab: int, hidden: int, inner: int, layers: int, heads: int, position
     return dict(zip((*names, "max_position_embeddings"), values, strict=True))
 
 
-def tokens(bos: int | None, eos: object, pad: int | None = None) -> dict[str, Any]:
+def tokens(bos: int | None, eos: object, pad: int | None = None) -> dict[str, object]:
     """Defaults of the special tokens."""
     return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vishwamai.core.errors import ShapeError
 from vishwamai.models.families.family import BIASES, COMMON, HEADS, Family, sizes, tokens
@@ -55,11 +55,11 @@ LAYER_WIDTHS = "intermediate_size of each layer"
 """What a list of a file's `intermediate_size` is called among the keys that follow from it."""
 
 
-def _gemma4_further(config: ModelConfig) -> Mapping[str, Any]:
+def _gemma4_further(config: ModelConfig) -> Mapping[str, object]:
     return {} if config.layer_embedding else {"hidden_size_per_layer_input": 0}
 
 
-def _gemma3n(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
+def _gemma3n(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     """The keys of Gemma 3n with one `intermediate_size`, and the list of those of all layers apart from it.
 
     Raises:
@@ -74,7 +74,7 @@ def _gemma3n(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     return {**values, **common, **({} if len(set(widths)) == 1 else {LAYER_WIDTHS: widths})}
 
 
-def _gemma3n_further(config: ModelConfig) -> Mapping[str, Any]:
+def _gemma3n_further(config: ModelConfig) -> Mapping[str, object]:
     networks = [kind.feed_forward for kind in config.layers]
     widths = [isinstance(network, Gated) and network.inner_size or config.intermediate_size for network in networks]
     return {"intermediate_size": widths}

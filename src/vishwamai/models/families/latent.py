@@ -59,7 +59,7 @@ def _mistral4(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 _MISTRAL4 = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64}
 
 
-def _minicpm3(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _minicpm3(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     """The keys of MiniCPM 3, whose values have the features of a share of `hidden_size` by default."""
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if values.get("v_head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
@@ -77,7 +77,7 @@ _INDEX_SIZES = {"index_head_dim": 128, "index_topk": 2048}
 _INDEX_FIXED = {"rope_interleave": (True,), "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
 
 
-def _with_queries(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _with_queries(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     """The keys, of a model whose indexer reads the vector that queries are made of."""
     if values.get("q_lora_rank", 0) is None:
         raise UnsupportedError(f"{source}: `q_lora_rank` is null; the indexer reads that vector. Give its size.")
@@ -86,7 +86,7 @@ def _with_queries(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 def _glm_dsa(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     """The keys of GLM-5 with a type of indexer for every layer."""
-    result = dict(_with_queries(values, source))
+    result: dict[str, Any] = dict(_with_queries(values, source))
     count = result.get("num_hidden_layers", 78)
     pattern = result.pop("index_topk_pattern", None)
     period, start = result.pop("index_topk_freq", None), result.pop("index_skip_topk_offset", None)

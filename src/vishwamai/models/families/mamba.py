@@ -35,7 +35,7 @@ IN_HEADS = {
     "mamba_n_heads": "linear_attention.heads",
     "mamba_proj_bias": "linear_attention.biases",
 }
-IN_HEADS_DEFAULTS: dict[str, Any] = {
+IN_HEADS_DEFAULTS: dict[str, object] = {
     "mamba_conv_bias": True,
     "mamba_d_conv": 4,
     "mamba_d_state": 256,
@@ -74,7 +74,7 @@ def check_heads(values: Mapping[str, Any], expand: str, heads: str, dim: str, so
         )
 
 
-def mamba2_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def mamba2_values(values: Mapping[str, object], source: str) -> dict[str, object]:
     """The keys of Mamba2, with `layer_types`.
 
     Args:
@@ -93,7 +93,7 @@ def mamba2_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {**types, **values}
 
 
-def bamba_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def bamba_values(values: Mapping[str, object], source: str) -> dict[str, object]:
     """The keys of Bamba without `mamba_d_head`, which follows from others.
 
     Args:
@@ -110,7 +110,7 @@ def bamba_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "mamba_d_head"}
 
 
-def granite_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def granite_values(values: Mapping[str, object], source: str) -> dict[str, object]:
     """The keys of Granite 4 with `layer_types`, and without those of experts where it has none.
 
     Args:

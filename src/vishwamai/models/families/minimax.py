@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from vishwamai.models.families.family import COMMON, EXPERTS, HEADS, SILU, Family, tokens
 from vishwamai.models.layers.attention import Attention
@@ -11,7 +10,7 @@ from vishwamai.models.layers.lightning import Lightning
 from vishwamai.models.parameters import PREFIX, Tensor
 
 
-def minimax_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def minimax_values(values: Mapping[str, object], source: str) -> dict[str, object]:
     """The keys of MiniMax with `layer_types`.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.models.families.family import COMMON, SILU, Family, tokens
@@ -47,7 +47,7 @@ _GPT_IGNORED = (
 _ROTATION = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
-def _inner(values: Mapping[str, object], size: str, inner: str) -> dict[str, Any]:
+def _inner(values: Mapping[str, object], size: str, inner: str) -> dict[str, object]:
     """The values without a rotation, which these families do not read, and with an inner width of four times the
     model's where the file has none.
     """
@@ -57,11 +57,11 @@ def _inner(values: Mapping[str, object], size: str, inner: str) -> dict[str, Any
     return values
 
 
-def _gpt(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
+def _gpt(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     return _inner(values, "n_embd", "n_inner")
 
 
-def _gptj(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
+def _gptj(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     values = _inner(values, "n_embd", "n_inner")
     hidden, heads = values.get("n_embd"), values.get("n_head")
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
@@ -74,16 +74,16 @@ def _gptj(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     return {"rotary_dim": 64, **values}
 
 
-def _rotary_dim(config: ModelConfig) -> dict[str, Any]:
+def _rotary_dim(config: ModelConfig) -> dict[str, object]:
     return {"rotary_dim": int(config.head_dim * config.layers[0].mixer.rope.partial)}
 
 
-def _bloom(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
+def _bloom(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     values = {key: value for key, value in values.items() if key != "n_inner"}
     return _inner(values, "hidden_size", "n_inner")
 
 
-def _opt(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
+def _opt(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     values, width = dict(values), values.get("word_embed_proj_dim")
     if width is not None and width != values.get("hidden_size"):
         raise UnsupportedError(
@@ -94,7 +94,7 @@ def _opt(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
     return {key: value for key, value in values.items() if key not in _ROTATION}
 
 
-def _falcon(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
+def _falcon(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     """The keys of Falcon with the heads of keys and the norms that its flags mean."""
     values = dict(values)
     if values.get("ffn_hidden_size") is None and isinstance(hidden := values.get("hidden_size"), int):
@@ -128,7 +128,7 @@ def _falcon(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
 _FLAGS = {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}
 
 
-def _falcon_flags(config: ModelConfig) -> dict[str, Any]:
+def _falcon_flags(config: ModelConfig) -> dict[str, object]:
     """The flags of a model's Falcon, in the older form where it has one."""
     old = config.norms != "parallel" and config.num_kv_heads in (1, config.num_heads)
     return {
@@ -139,11 +139,11 @@ def _falcon_flags(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _multi_query(config: ModelConfig) -> dict[str, Any]:
+def _multi_query(config: ModelConfig) -> dict[str, object]:
     return {"multi_query": config.num_kv_heads == 1}
 
 
-def _bigcode(values: Mapping[str, object], source: str) -> Mapping[str, Any]:
+def _bigcode(values: Mapping[str, object], source: str) -> Mapping[str, object]:
     values = {key: value for key, value in values.items() if key != "num_key_value_heads"}
     if values.get("multi_query", True):
         values["num_key_value_heads"] = 1

@@ -42,7 +42,7 @@ def mamba_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return result
 
 
-def jamba_values(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def jamba_values(values: Mapping[str, object], source: str) -> dict[str, object]:
     """The keys of Jamba with the rank of the steps, and without those of experts where it has one only.
 
     Args:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from vishwamai.core.types import PyTree
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
@@ -32,7 +32,7 @@ class NoMixer(Mixer):
     name: str = "mlp"
 
     @classmethod
-    def read(cls, sizes: Mapping[str, Any], window: int | None, rope: Rope) -> Self:
+    def read(cls, sizes: Mapping[str, object], window: int | None, rope: Rope) -> Self:
         return cls(None, NO_ROTATION)
 
     @property

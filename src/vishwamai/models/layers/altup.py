@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -74,7 +74,7 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
 
 
 def first_streams(
-    config: ModelConfig, arrays: Mapping[str, Any], x: Float[Array, "batch seq hidden"]
+    config: ModelConfig, arrays: Arrays, x: Float[Array, "batch seq hidden"]
 ) -> Float[Array, "streams batch seq hidden"]:
     """The streams that enter the first layer: the embeddings, and products of them of the same magnitude."""
     others = jnp.einsum("bsh,nhk->nbsk", x, arrays["altup_enter"].astype(x.dtype))
@@ -82,7 +82,7 @@ def first_streams(
 
 
 def last_stream(
-    config: ModelConfig, arrays: Mapping[str, Any], streams: Float[Array, "streams batch seq hidden"]
+    config: ModelConfig, arrays: Arrays, streams: Float[Array, "streams batch seq hidden"]
 ) -> Float[Array, "batch seq hidden"]:
     """What enters the last norm: the mean of the first stream and of products of the others."""
     others = jnp.einsum("nbsh,nhk->nbsk", streams[1:], arrays["altup_leave"].astype(streams.dtype))

@@ -8,8 +8,8 @@ alike. Pages hold the indexer's key next to the latent vector. A layer of GLM-5.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -149,8 +149,8 @@ class SharedIndexAttention(LatentAttention):
         low: jax.Array,
         step: Step,
         first: int | jax.Array,
-        index: Any,
-    ) -> Any:
+        index: PyTree,
+    ) -> Callable[[PyTree], jax.Array]:
         """A function of the pool, with the new tokens written, that gives the tokens chosen."""
         assert index is not None, "the first layer chooses"
         return lambda pool: index
@@ -227,8 +227,8 @@ class IndexedAttention(SharedIndexAttention):
         low: jax.Array,
         step: Step,
         first: int | jax.Array,
-        index: Any,
-    ) -> Any:
+        index: PyTree,
+    ) -> Callable[[PyTree], jax.Array]:
         latent = sizes(config)
         query, weights = self._queries(config, arrays, x, low)
         query = self._turned(config, query, step.positions, step.lengths)
@@ -269,7 +269,7 @@ class FullIndexAttention(IndexedAttention):
         return "full"
 
 
-def first_index(config: ModelConfig, shape: tuple[int, ...], tokens: Rows | Step, pool: PyTree) -> dict[str, Any]:
+def first_index(config: ModelConfig, shape: tuple[int, ...], tokens: Rows | Step, pool: PyTree) -> dict[str, jax.Array]:
     """What the layers of a model with "shared" ones pass on, before the first of them: an index at `INDEX`, or nothing
     where all tokens are seen or no layer shares.
 

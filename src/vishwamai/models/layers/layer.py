@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from vishwamai.models.layers.absent import NoFeedForward, NoMixer
 from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.feed_forward import ExpertLoad, FeedForward, Gated
 from vishwamai.models.layers.indexed import INDEX, SharedIndexAttention
-from vishwamai.models.layers.mixer import Arrays, Mixer, Rows, Step
+from vishwamai.models.layers.mixer import Arrays, Memory, Mixer, Rows, Step
 from vishwamai.models.layers.mixture import GatedAndMixture, Mixture
 from vishwamai.models.layers.shared_block import SharedBlockAndMamba
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, norm_parameters
@@ -107,7 +107,7 @@ class LayerKind:
         return {**norms, **self.mixer.parameters(config), **self.feed_forward.parameters(config)}
 
 
-Carry = tuple[jax.Array, Any, Mapping[str, Any]]
+Carry = tuple[jax.Array, PyTree, Memory]
 
 
 def layer(
@@ -117,9 +117,9 @@ def layer(
     carry: Carry,
     tokens: Rows | Step,
     pool: PyTree = None,
-    first: Any = 0,
+    first: PyTree = 0,
     token_mask: jax.Array | None = None,
-    features: Any = None,
+    features: jax.Array | None = None,
 ) -> tuple[Carry, PyTree, ExpertLoad | None]:
     """One layer over whole sequences, or over new tokens and a state.
 
@@ -148,6 +148,7 @@ def layer(
         return mixed
 
     if config.altup is not None:
+        assert features is not None, "per-layer embeddings come with AltUp"
 
         def compute(x: jax.Array) -> jax.Array:
             return kind.feed_forward(config, arrays, x, axes, token_mask)[0]
@@ -193,9 +194,9 @@ def _mixed(
     x: jax.Array,
     tokens: Rows | Step,
     pool: PyTree,
-    first: Any,
-    memory: Mapping[str, Any],
-) -> tuple[jax.Array, PyTree, Mapping[str, Any]]:
+    first: PyTree,
+    memory: Memory,
+) -> tuple[jax.Array, PyTree, Memory]:
     """The mixer's output, the pool, and the memory with the layer's keys and values where others read them."""
     mixer, name, sharing = kind.mixer, kind.mixer.layer_type, kind.sharing
     if INDEX in memory:

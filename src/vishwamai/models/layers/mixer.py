@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from vishwamai.models.config import ModelConfig
     from vishwamai.models.pages import PagedBatch
 
-Arrays = Mapping[str, Any]
-"""The parameters of one layer by their names."""
+Arrays = Mapping[str, PyTree]
+"""The parameters of one layer by their names: an array each, or a quantized weight, which is a tree of arrays."""
+Memory = Mapping[str, PyTree]
+"""What layers share: keys and values by layer type, an index of tokens, the embeddings of a shared block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Mixer:
         x: Float[Array, "1 tokens hidden"],
         step: Step,
         pool: PyTree,
-        first: Any,
+        first: PyTree,
     ) -> tuple[Float[Array, "1 tokens hidden"], PyTree]:
         """The output for new tokens of sequences whose earlier tokens are in the layer's state.
 

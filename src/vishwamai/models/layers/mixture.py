@@ -14,6 +14,7 @@ import vishwamai
 from vishwamai.core.qtensor import QTensor
 from vishwamai.core.quantized.code_tensor import CodeTensor
 from vishwamai.core.quantized.packed_qtensor import PackedQTensor
+from vishwamai.core.types import PyTree
 from vishwamai.core.weight import Weight
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import linear, norm
@@ -199,8 +200,9 @@ class GatedAndMixture(FeedForward):
         x: jax.Array,
         axes: MeshAxes = ONE_DEVICE,
         token_mask: jax.Array | None = None,
-        stream: Any = None,
+        stream: jax.Array | None = None,
     ) -> tuple[jax.Array, ExpertLoad | None]:
+        assert stream is not None, "the layer hands it on"
         unit = norm(config, axes.total(gated_unit(config, arrays, x, axes)), arrays["unit_post_norm"])
         plain = norm(config, stream, None)
         scored = plain * (arrays["router_scale"] * config.hidden_size**-0.5).astype(plain.dtype)
@@ -220,12 +222,12 @@ def _routed(
     x: jax.Array,
     axes: MeshAxes,
     token_mask: jax.Array | None,
-    scored: Any = None,
+    scored: jax.Array | None = None,
 ) -> tuple[jax.Array, ExpertLoad]:
     """The sum of the chosen experts' outputs, without the shared ones, and the load; `scored` is what the router reads
     in place of `x`.
     """
-    weights: Any = tuple(arrays.get(f"expert_{name}") for name in GATED)
+    weights: tuple[PyTree, ...] = tuple(arrays.get(f"expert_{name}") for name in GATED)
     gate_bias, up_bias, down_bias = (arrays.get(f"expert_{name}_bias") for name in GATED)
     biases = (gate_bias, up_bias, axes.once(down_bias))
     router, options = arrays["router"].astype(jnp.float32), _routing(experts, arrays)
@@ -254,7 +256,7 @@ def _routed(
     return linear(out, arrays["latent_leave"]) if experts.latent_size else out, _load(routing)
 
 
-def explicit_axis(weight: Any) -> str | None:
+def explicit_axis(weight: PyTree) -> str | None:
     """The explicit mesh axis over which experts `[experts, in, out]` are split; None where they are whole, as packed
     ones and those of a `Weight` are.
     """
@@ -269,10 +271,10 @@ def explicit_axis(weight: Any) -> str | None:
 def _over_experts(
     axis: str,
     x: jax.Array,
-    scored: Any,
-    router: Any,
-    weights: Any,
-    biases: Any,
+    scored: jax.Array,
+    router: jax.Array,
+    weights: tuple[PyTree, ...],
+    biases: tuple[PyTree, ...],
     options: Mapping[str, object],
     unit: Mapping[str, object],
 ) -> jax.Array:
@@ -289,7 +291,14 @@ def _over_experts(
     arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
     static = {name: value for name, value in options.items() if name not in arrays}
 
-    def run(tokens: jax.Array, scored: Any, router: Any, weights: Any, biases: Any, arrays: Any) -> Any:
+    def run(
+        tokens: jax.Array,
+        scored: jax.Array,
+        router: jax.Array,
+        weights: tuple[PyTree, ...],
+        biases: tuple[PyTree, ...],
+        arrays: Mapping[str, Any],
+    ) -> jax.Array:
         return vishwamai.moe_layer(
             tokens, router, *weights, router_tokens=scored, biases=biases, expert_axis=axis, **unit, **static, **arrays
         ).out

@@ -36,7 +36,7 @@ class Tokens(Protocol):
         ...
 
     def convolve(
-        self, name: str, x: jax.Array, weight: Any, bias: jax.Array | None = None, activation: str | None = None
+        self, name: str, x: jax.Array, weight: PyTree, bias: jax.Array | None = None, activation: str | None = None
     ) -> jax.Array:
         """`vishwamai.causal_conv1d` of each sequence.
 
@@ -106,12 +106,12 @@ class RowTokens:
         self._segment_ids = rows.segment_ids
 
     def convolve(
-        self, name: str, x: jax.Array, weight: Any, bias: jax.Array | None = None, activation: str | None = None
+        self, name: str, x: jax.Array, weight: PyTree, bias: jax.Array | None = None, activation: str | None = None
     ) -> jax.Array:
         del name
         return vishwamai.causal_conv1d(x, weight, bias, activation=activation, segment_ids=self._segment_ids)
 
-    def recur(self, name: str, function: Callable[..., Any], *operands: jax.Array | None) -> jax.Array:
+    def recur(self, name: str, function: Callable[..., PyTree], *operands: jax.Array | None) -> jax.Array:
         del name
         return function(*operands, segment_ids=self._segment_ids)
 
@@ -142,7 +142,7 @@ class StepTokens:
         self._decodes = batch.max_q_len == 1 and count == batch.kv_lens.shape[0]
 
     def convolve(
-        self, name: str, x: jax.Array, weight: Any, bias: jax.Array | None = None, activation: str | None = None
+        self, name: str, x: jax.Array, weight: PyTree, bias: jax.Array | None = None, activation: str | None = None
     ) -> jax.Array:
         before = self._before(name).astype(x.dtype)  # [sequences, history, channels]
         history, tokens = before.shape[1], jnp.arange(self._tokens, dtype=jnp.int32)

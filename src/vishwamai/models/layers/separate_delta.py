@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ class KimiDelta(SeparateDelta):
     )
 
     @classmethod
-    def read(cls, sizes: Mapping[str, Any], window: int | None, rope: Rope) -> Self:
+    def read(cls, sizes: Mapping[str, object], window: int | None, rope: Rope) -> Self:
         sizes = {"value_heads": 32, "value_dim": 128, **sizes}
         keys = {"key_heads": sizes["value_heads"], "key_dim": sizes["value_dim"]}
         return super().read({**keys, **sizes}, window, rope)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import jax.numpy as jnp
 
@@ -23,7 +23,7 @@ from vishwamai.models.layers.attention import Attention
 from vishwamai.models.layers.attention_and_mamba import PagedMamba
 from vishwamai.models.layers.feed_forward import unit_parameters
 from vishwamai.models.layers.mamba2 import mamba_tensors
-from vishwamai.models.layers.mixer import Arrays, Rows, Step
+from vishwamai.models.layers.mixer import Arrays, Memory, Rows, Step
 from vishwamai.models.pages import MixedPool
 from vishwamai.models.parameters import PREFIX, Parameter, Tensor, matrix, norm_parameter
 
@@ -149,9 +149,9 @@ class SharedBlockAndMamba(PagedMamba):
         x: jax.Array,
         tokens: Rows | Step,
         pool: PyTree,
-        first: Any,
-        memory: Mapping[str, Any],
-    ) -> tuple[jax.Array, PyTree, Mapping[str, Any]]:
+        first: PyTree,
+        memory: Memory,
+    ) -> tuple[jax.Array, PyTree, Memory]:
         """The output for the stream `x`, without a norm, as of `Mixer.step`, and the pool and the memory after it.
 
         Args:
@@ -190,7 +190,7 @@ class SharedBlockAndMamba(PagedMamba):
         return linear(activate(config.activation, gate) * up, arrays["down"])
 
 
-def first_memory(config: ModelConfig, x: jax.Array) -> dict[str, Any]:
+def first_memory(config: ModelConfig, x: jax.Array) -> dict[str, jax.Array]:
     """What the layers of a model with shared blocks pass on before the first of them: the embeddings."""
     return {EMBEDDED: x} if any(isinstance(kind.mixer, SharedBlockAndMamba) for kind in config.layers) else {}
 

@@ -115,7 +115,7 @@ class Settings:
         weights = group.get("weights") or {}
         return weights if isinstance(weights, Mapping) else {}
 
-    def check_zero_points(self, rounding: Mapping[str, Any], zeros: object, module: str) -> None:
+    def check_zero_points(self, rounding: Mapping[str, object], zeros: object, module: str) -> None:
         """Raises ShapeError where a weight of a group that is not symmetric has no zero points."""
         if zeros is None and not rounding.get("symmetric", True):
             raise ShapeError(

@@ -152,7 +152,7 @@ class MemoryPlanner:
         return training_config(model, step, self.target, batch_size, sequence_length)
 
 
-def llama_like(hidden_dim: int, sequence_length: int) -> dict[str, Any]:
+def llama_like(hidden_dim: int, sequence_length: int) -> dict[str, object]:
     """Keys of a Llama of a width; what `MemoryPlanner` says of them.
 
     >>> {name: llama_like(4096, 2048)[name] for name in ("intermediate_size", "num_attention_heads")}

@@ -13,7 +13,6 @@ import functools
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -231,7 +230,7 @@ class _Key:
     text: str
 
 
-def _key(config: TrainConfig, **keys: Any) -> _Key:
+def _key(config: TrainConfig, **keys: object) -> _Key:
     """Without what neither shapes nor kept bytes depend on, so that many configurations have one key."""
     alike = dataclasses.replace(
         resolved(config, TPU),

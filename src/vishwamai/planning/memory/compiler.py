@@ -193,7 +193,7 @@ def _scratch(program: Program) -> Iterator[pathlib.Path]:
         ) from error
 
 
-def _sound(answer: dict[str, Any]) -> bool:
+def _sound(answer: dict[str, object]) -> bool:
     """Whether a kept answer has the form of one."""
     memory = answer.get("memory")
     if isinstance(memory, dict):
@@ -254,11 +254,11 @@ def memory_of(target: str, memory: Mapping[str, int]) -> ProgramMemory:
 
 @checked
 def probe(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     target: str = "v5e",
-    compiler_options: Mapping[str, Any] | RuntimeConfig | None = None,
-    **kwargs: Any,
+    compiler_options: Mapping[str, object] | RuntimeConfig | None = None,
+    **kwargs: object,
 ) -> ProgramMemory:
     """The HBM that `fn(*args, **kwargs)` needs on each device of a target, asked of its compiler without compiling.
 
@@ -294,11 +294,11 @@ def probe(
 
 @checked
 def verify(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     target: str = "v5e",
-    compiler_options: Mapping[str, Any] | RuntimeConfig | None = None,
-    **kwargs: Any,
+    compiler_options: Mapping[str, object] | RuntimeConfig | None = None,
+    **kwargs: object,
 ) -> ProgramMemory:
     """The HBM of `fn(*args, **kwargs)` compiled for a target, to the byte; takes as long as the compilation.
 

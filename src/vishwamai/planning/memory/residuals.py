@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -14,6 +14,9 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from vishwamai.core.types import PyTree
 from vishwamai.models import ModelConfig
 from vishwamai.training.sharding import check_units
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 _MOVES = ("reshape", "transpose", "name", "squeeze", "expand_dims", "copy", "broadcast_in_dim")
 """Primitives whose result holds the numbers of their operand: the compiler keeps one of the two."""
@@ -50,7 +53,7 @@ def residual_bytes(
     32
     """
 
-    def forward(argument: PyTree, *rest: PyTree) -> list[Any]:
+    def forward(argument: PyTree, *rest: PyTree) -> list[jax.Array]:
         return jax.tree.leaves(jax.vjp(lambda argument: fn(argument, *rest), argument)[1])
 
     if over is None:
@@ -63,7 +66,7 @@ def residual_bytes(
     return _unique(jaxpr, jaxpr.outvars, set(), fused)
 
 
-def _unique(jaxpr: Any, variables: list[Any], ignored: set[int], fused: bool) -> int:
+def _unique(jaxpr: Jaxpr, variables: Sequence[Var | Literal], ignored: set[int], fused: bool) -> int:
     """Bytes of the arrays behind `variables`, each once, the jaxpr's inputs and `ignored` ones apart."""
     stored = _stored(jaxpr) if fused else None
     producers = {id(v): equation for equation in jaxpr.eqns for v in equation.outvars}
@@ -84,7 +87,7 @@ def _unique(jaxpr: Any, variables: list[Any], ignored: set[int], fused: bool) ->
     return total + sum(_loop(equation, roots, fused) for equation, roots in loops.values())
 
 
-def _stored(jaxpr: Any) -> set[int]:
+def _stored(jaxpr: Jaxpr) -> set[int]:
     """The variables that an operation takes which the compiler does not fuse with what made them."""
     stores: set[int] = set()
     for equation in reversed(jaxpr.eqns):
@@ -96,7 +99,7 @@ def _stored(jaxpr: Any) -> set[int]:
     return stores
 
 
-def _is_fused(equation: Any) -> bool:
+def _is_fused(equation: JaxprEqn) -> bool:
     """Whether an equation is elementwise, or a call of such ones alone."""
     inner = equation.params.get("jaxpr") if equation.primitive.name in ("jit", "pjit") else None
     if inner is None:
@@ -106,7 +109,7 @@ def _is_fused(equation: Any) -> bool:
     )
 
 
-def _loop(equation: Any, roots: list[Any], fused: bool) -> int:
+def _loop(equation: JaxprEqn, roots: Sequence[Var | Literal], fused: bool) -> int:
     """Bytes of the results of a scan: its last carry, and what it stacks."""
     body, carried = equation.params["jaxpr"].jaxpr, equation.params["num_carry"]
     root_ids = {id(root) for root in roots}
@@ -123,7 +126,7 @@ def _loop(equation: Any, roots: list[Any], fused: bool) -> int:
     return final + equation.params["length"] * (inputs + _unique(body, stacked, handed if inputs else set(), fused))
 
 
-def _root(variable: Any, producers: dict[int, Any]) -> Any:
+def _root(variable: Var | Literal, producers: dict[int, JaxprEqn]) -> Var | Literal:
     while True:
         equation = producers.get(id(variable))
         if equation is None or equation.primitive.name not in _MOVES:

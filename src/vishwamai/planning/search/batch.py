@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from vishwamai.core.arguments import checked
 from vishwamai.core.errors import DeviceError, ShapeError
@@ -234,7 +234,7 @@ def _no_batch(config: TrainConfig, target: str, unit: int, smallest: float, budg
     return f"{text}; the nearest that fits is a budget of {human(min(needs, smallest or needs))}, or more devices."
 
 
-def _with_width(model: Mapping[str, PyTree], sequence_length: int) -> dict[str, Any]:
+def _with_width(model: Mapping[str, PyTree], sequence_length: int) -> dict[str, object]:
     width = model.get("hidden_size")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ShapeError(

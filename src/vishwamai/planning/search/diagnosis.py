@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ def explain_memory(
     fn: Callable[..., object],
     *args: object,
     target: str = "v5e",
-    compiler_options: Mapping[str, Any] | RuntimeConfig | None = None,
+    compiler_options: Mapping[str, object] | RuntimeConfig | None = None,
     **kwargs: object,
 ) -> Diagnosis:
     """What lies in the memory of one device at the peak of `fn(*args, **kwargs)`; if that does not fit, what to change.
@@ -212,7 +212,7 @@ def _donation(
         return None
     words = f"donate {', '.join(f'[{number}]' for number in numbers)} (jax.jit(..., donate_argnums={tuple(numbers)}))"
 
-    def donating(fn: Callable[..., object]) -> Callable[..., Any]:
+    def donating(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return jax.jit(lambda *args, **kwargs: fn(*args, **kwargs), donate_argnums=numbers)
 
     return _Call(words, saving, donating, args, kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from vishwamai import reports
 from vishwamai.core import caches
@@ -36,7 +35,7 @@ def write_page(plans: Sequence[Plan], path: str | os.PathLike[str], price: float
         raise ConfigError(f"plan: the page {os.fspath(path)} cannot be written: {error}") from error
 
 
-def _section(plan: Plan, price: float | None) -> dict[str, Any]:
+def _section(plan: Plan, price: float | None) -> dict[str, object]:
     best = front(plan.candidates)
     facts = []
     if plan.chosen is not None and plan.chosen.speed is not None:

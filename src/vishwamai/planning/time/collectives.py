@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from vishwamai.core.errors import UnsupportedError
 from vishwamai.core.hlo import Instruction, Module
 from vishwamai.core.links import estimate_collective, group_links
+
+if TYPE_CHECKING:
+    pass
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 _KINDS: dict[str, Kind] = {

@@ -106,7 +106,7 @@ class StepTime:
 
 
 @checked
-def step_time(fn: Callable[..., Any], *args: Any, target: str = "v5e", **kwargs: Any) -> StepTime:
+def step_time(fn: Callable[..., object], *args: object, target: str = "v5e", **kwargs: object) -> StepTime:
     """Estimates how long `fn(*args, **kwargs)` takes on each device of a target, from its compiled program.
 
     The program is compiled, and followed in the order of its schedule. Every loop counts as often as it runs. A
@@ -197,7 +197,7 @@ def _follow(
     devices: Sequence[object],
     scalars: ScalarOperands | None = None,
     ticks: np.ndarray | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The timeline of what the compiler wrote, as plain values; `scalars` and `ticks`: attributes of `Program`."""
     schedule_text = directory / TEXT
     estimated = schedule_text.exists()
@@ -246,7 +246,7 @@ class _Schedules:
         return self.cycles_by_call[call]
 
 
-def _plain(timeline: Timeline) -> dict[str, Any]:
+def _plain(timeline: Timeline) -> dict[str, object]:
     missing = [f"{label}{f' ({count} times)' if count > 1 else ''}" for label, count in timeline.missing.items()]
     if timeline.host_bytes:
         missing.append(f"{human(timeline.host_bytes)} to and from the host's memory, whose bandwidth no source states")

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from vishwamai.core.errors import UnsupportedError
-from vishwamai.core.types import AnyArray, PyTree
+from vishwamai.core.types import PyTree
 from vishwamai.models.axes import ONE_DEVICE, MeshAxes
 from vishwamai.models.blocks import final_norm
 from vishwamai.models.config import ModelConfig
@@ -34,8 +34,11 @@ from vishwamai.training.packing import IGNORED, REFERENCE
 from vishwamai.training.parameter_names import LAYERS
 from vishwamai.training.pipeline.stages import Stages
 from vishwamai.training.preferences import answer_logprobs
-from vishwamai.training.remat import layer_wrapper
+from vishwamai.training.remat import Policy, layer_wrapper
 from vishwamai.training.sharding import PIPELINE
+
+Batch = dict[str, jax.Array]
+"""Arrays of a batch by name, `[rows, ...]`, or of its microbatches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +60,9 @@ class PipelinedLoss:
 
     stages: Stages
     config: ModelConfig
-    dtype: Any
+    dtype: DTypeLike
     section: LossSection
-    policy: Any = None
+    policy: Policy | None = None
     gather: Callable[[PyTree], PyTree] | None = None
     axes: MeshAxes = ONE_DEVICE
     attach: Callable[[PyTree], PyTree] | None = None
@@ -71,7 +74,7 @@ class PipelinedLoss:
         """Parameters outside of the layers."""
         return params if self.gather is None else self.gather(params)
 
-    def embed(self, params: PyTree, tokens: Any) -> Any:
+    def embed(self, params: PyTree, tokens: jax.Array) -> jax.Array:
         """The input of the first part."""
         config = self.config
         if config.learned_positions or config.embedding_norm or config.layer_embedding:
@@ -85,7 +88,7 @@ class PipelinedLoss:
             )
         return embedded(config, self.gathered_ends(params), tokens, self.dtype, self.axes)
 
-    def part(self, layers: PyTree, x: Any, batch: dict[str, Any], frozen: PyTree) -> tuple[Any, dict[str, Any]]:
+    def part(self, layers: PyTree, x: jax.Array, batch: Batch, frozen: PyTree) -> tuple[jax.Array, dict[str, PyTree]]:
         """One part: its layers, by place in the period, have a leading axis for the periods.
 
         Args:
@@ -125,29 +128,29 @@ class PipelinedLoss:
         sums = {"load_balance": batch["number"] * balance, "router_z": batch["number"] * z, EXPERT_COUNTS: counts}
         return y, jax.lax.stop_gradient(sums)
 
-    def loss(self, params: PyTree, y: object, batch: dict[str, Any]) -> tuple[Any, PyTree]:
+    def loss(self, params: PyTree, y: jax.Array, batch: Batch) -> tuple[jax.Array, PyTree]:
         """The loss of the last part's output, and its sums."""
         hidden, head = self._end(params, y)
         return head_loss(self.config, self.section, self.beta, hidden, head, batch, self.axes)
 
-    def logprobs(self, params: PyTree, y: AnyArray, batch: dict[str, PyTree]) -> Any:
+    def logprobs(self, params: PyTree, y: jax.Array, batch: Batch) -> jax.Array:
         """The log-probabilities of answers, of the last part's output."""
         hidden, head = self._end(params, y)
         return answer_logprobs(self.config, head, hidden, batch, self.axes)
 
-    def _end(self, params: PyTree, y: AnyArray) -> tuple[Any, Any]:
+    def _end(self, params: PyTree, y: jax.Array) -> tuple[PyTree, PyTree]:
         """The hidden states after the last norm, and the head."""
         params = self.gathered_ends(params)
         return head_operands(self.config, params, final_norm(self.config, params, y), self.axes)
 
 
 @jax.custom_vjp
-def with_loss(y: AnyArray, loss: object, weight: Any) -> Any:
+def with_loss(y: jax.Array, loss: jax.Array | float, weight: jax.Array) -> jax.Array:
     """`y` as it is; the gradient of `loss`, a scalar, is `weight`: that of a sum to which `weight * loss` is added."""
     return y
 
 
-def _with_loss_backward(weight: Any, dy: AnyArray) -> tuple[Any, Any, Any]:
+def _with_loss_backward(weight: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return dy, weight, jnp.zeros_like(weight)
 
 
@@ -157,8 +160,8 @@ with_loss.defvjp(lambda y, loss, weight: (y, weight), _with_loss_backward)
 def pipelined(
     loss: PipelinedLoss,
     params: PyTree,
-    batch: dict[str, PyTree],
-    scale: Any,
+    batch: Batch,
+    scale: jax.Array | float,
     *,
     microbatches: int,
     gradients: bool = True,
@@ -185,7 +188,7 @@ def pipelined(
     of_experts = {} if REFERENCE in batch else {"number": number, "weight": number * scale}
     params = params if loss.attach is None else loss.attach(params)
 
-    def scaled(p: PyTree, y: AnyArray, m: object) -> tuple[Any, PyTree]:
+    def scaled(p: PyTree, y: jax.Array, m: jax.Array) -> tuple[jax.Array, PyTree]:
         total, sums = loss.loss(p, y, _microbatch(parts, m))
         return total * scale, sums
 
@@ -210,7 +213,7 @@ def pipelined(
     return detach(grown), sums
 
 
-def pipelined_logprobs(loss: PipelinedLoss, params: PyTree, batch: dict[str, Any], *, microbatches: int) -> Any:
+def pipelined_logprobs(loss: PipelinedLoss, params: PyTree, batch: Batch, *, microbatches: int) -> jax.Array:
     """Inside `by_row`: the log-probabilities of this device's pairs, `preferences.answer_logprobs`.
 
     Args:
@@ -225,18 +228,18 @@ def pipelined_logprobs(loss: PipelinedLoss, params: PyTree, batch: dict[str, Any
     parts = _parts(batch, microbatches)
     empty = jnp.zeros((*parts["tokens"].shape[:2], 2), jnp.float32)
 
-    def placed(p: PyTree, y: AnyArray, m: Any) -> tuple[Any, Any]:
+    def placed(p: PyTree, y: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.float32(0), empty.at[m].set(loss.logprobs(p, y, _microbatch(parts, m)))
 
     results = _through(loss, params, None, parts, placed, gradients=False)
     return jax.lax.psum(results.sums, PIPELINE).reshape(-1, 2)
 
 
-def _parts(batch: dict[str, PyTree], microbatches: int) -> dict[str, Any]:
+def _parts(batch: Batch, microbatches: int) -> Batch:
     return jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
 
-def _microbatch(parts: dict[str, Any], m: Any) -> dict[str, Any]:
+def _microbatch(parts: Batch, m: jax.Array) -> Batch:
     return jax.tree.map(lambda x: x[m], parts)
 
 
@@ -246,12 +249,12 @@ def _of_chunks(stages: Stages, params: PyTree, frozen: PyTree) -> tuple[PyTree, 
     return jax.tree.map(lambda x: x.reshape(stages.chunks, stages.periods, *x.shape[1:]), trees)
 
 
-def _layer_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+def _layer_inputs(batch: Batch) -> Batch:
     """What the layers read of a batch."""
     return {name: x for name, x in batch.items() if name not in ("tokens", "labels", REFERENCE)}
 
 
-def split_of(loss: PipelinedLoss, params: PyTree, batch: dict[str, Any], frozen: PyTree = None) -> SplitPart:
+def split_of(loss: PipelinedLoss, params: PyTree, batch: Batch, frozen: PyTree = None) -> SplitPart:
     """Inside `over_devices`: a part of this device as its stage runs it, for the gradients of a microbatch.
 
     Args:
@@ -261,7 +264,7 @@ def split_of(loss: PipelinedLoss, params: PyTree, batch: dict[str, Any], frozen:
     params = params if loss.attach is None else loss.attach(params)
     layers, below = jax.tree.map(lambda x: x[0], _of_chunks(loss.stages, params, frozen))
     x = jnp.zeros((*batch["tokens"].shape, loss.config.hidden_size), loss.dtype)
-    of_experts = {} if REFERENCE in batch else dict.fromkeys(("number", "weight"), jnp.float32(1))
+    of_experts: Batch = {} if REFERENCE in batch else dict.fromkeys(("number", "weight"), jnp.float32(1))
     return split_part(loss.part, layers, x, _layer_inputs(batch | of_experts), below, sees=True)
 
 
@@ -269,8 +272,8 @@ def _through(
     loss: PipelinedLoss,
     params: PyTree,
     frozen: PyTree,
-    parts: dict[str, Any],
-    end: Callable[[PyTree, Any, Any], tuple[Any, PyTree]],
+    parts: Batch,
+    end: Callable[[PyTree, jax.Array, jax.Array], tuple[jax.Array, PyTree]],
     gradients: bool,
 ) -> Found:
     """A stage's share of a batch.
@@ -293,11 +296,11 @@ def _through(
     if not loss.config.tie_embeddings:
         del last["embed"]
 
-    def left(total: PyTree, m: Any, dx: object) -> PyTree:
+    def left(total: PyTree, m: jax.Array, dx: jax.Array) -> PyTree:
         _, pull = jax.vjp(lambda p: loss.embed(p, tokens[m]), first)
         return jax.tree.map(lambda entry, g: entry + g.astype(entry.dtype), total, pull(dx)[0])
 
-    def enter(m: Any) -> Any:
+    def enter(m: jax.Array) -> jax.Array:
         return loss.embed(first, tokens[m])
 
     if frozen is None:

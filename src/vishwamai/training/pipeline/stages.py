@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +71,7 @@ class Stages:
         """A tree of parameters, or of what an optimizer keeps for them, with the layers as the stages hold them."""
         order = self.order
 
-        def placed(layers: dict[object, PyTree]) -> dict[Any, PyTree]:
+        def placed(layers: dict[object, PyTree]) -> dict[object, PyTree]:
             if self.stacked:
                 return jax.tree.map(lambda x: x[np.array(order)], layers)
             places = range(len(self.kinds))
@@ -85,7 +84,7 @@ class Stages:
         """The tree that `place` placed, in the form of checkpoints."""
         back = [int(i) for i in np.argsort(self.order)]
 
-        def separate(layers: dict[object, PyTree]) -> dict[Any, PyTree]:
+        def separate(layers: dict[object, PyTree]) -> dict[object, PyTree]:
             if self.stacked:
                 return jax.tree.map(lambda x: x[np.array(back)], layers)
             return {
@@ -97,7 +96,7 @@ class Stages:
         return tree if self.unchanged else _of_layers(tree, separate)
 
 
-def _of_layers(tree: PyTree, change: Callable[[dict[Any, PyTree]], dict[Any, PyTree]]) -> PyTree:
+def _of_layers(tree: PyTree, change: Callable[[dict[object, PyTree]], dict[object, PyTree]]) -> PyTree:
     """A tree in which every dictionary's entry `LAYERS` is changed, and every dictionary by the paths of its leaves."""
 
     def has_layers(node: object) -> bool:
