@@ -315,6 +315,28 @@ def test_once_a_call_begins_its_strict_arguments_follow_the_schema(engine, tmp_p
     assert not accepts(call("weather", "x")) and not accepts(call("other", "C"))
 
 
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
+def test_keywords_without_a_grammar_hold_for_no_forced_call_and_decline_a_strict_one(engine, form):
+    """As OpenAI's servers have it: a schema of any keywords is taken where the function is not strict."""
+    vocabulary = Vocabulary.of(engine.tokenizer, engine.programs.vocab, [min(engine.end_tokens)])
+    added = {token.content: id for id, token in engine.tokenizer.encoder.get_added_tokens_decoder().items()}
+    several = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    place = {"oneOf": [{"type": "object", "properties": {"x": {"type": "number"}}}, {"type": "object"}]}
+    unless = {"if": {"required": ["x"]}, "then": {"required": ["y"]}, "not": {"required": ["z"]}}
+    schema = {"type": "object", "properties": {"days": several, "place": {**place, **unless}}, "required": ["days"]}
+    function = {"name": "plan", "parameters": schema}
+    matcher = vocabulary.grammar(*tools.grammar(form, [function], added)).matcher()
+    call = {
+        "hermes": '{"name": "plan", "arguments": {"days": [1, 1]}}',
+        "qwen3_coder": "<function=plan>\n<parameter=days>\n[1, 1]\n</parameter>\n</function>",
+    }[form]
+    for id in engine.tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>"):
+        assert matcher.mask()[id // 32] >> (id % 32) & 1
+        matcher.advance([id])
+    with pytest.raises(ShapeError, match="uniqueItems"):
+        vocabulary.grammar(*tools.grammar(form, [{**function, "strict": True}], added))
+
+
 @pytest.mark.turns(6)
 def test_tools_reach_a_model_whose_template_does_not_read_them(tmp_path):
     write_model(tmp_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")

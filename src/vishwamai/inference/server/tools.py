@@ -83,18 +83,20 @@ def _call_rules(i: int, form: Form, tool: Mapping[str, object], added: Mapping[s
     schema = tool.get("parameters") if forced or tool.get("strict") else None
     schema = schema if isinstance(schema, Mapping) and schema else {"type": "object"}
     head = f"object{i}: {before} arguments{i} {after}"
+    strict = bool(tool.get("strict"))
     if form.pairs is not None:
-        return [head, *_pair_rules(i, form, schema, added)]
-    return [head, f"arguments{i}: {_json_rule(schema)}"]
+        return [head, *_pair_rules(i, form, schema, added, strict)]
+    return [head, f"arguments{i}: {_json_rule(schema, strict)}"]
 
 
-def _json_rule(schema: Mapping[str, object]) -> str:
-    # As templates write them, and no room to write blanks for ever.
-    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return "%json " + json.dumps({"x-guidance": spaces, **plain_schema(schema)})
+def _json_rule(schema: Mapping[str, object], strict: bool) -> str:
+    # As templates write them, and no room to write blanks for ever. Of a function that is not `strict`, keywords that
+    # grammars cannot express do not hold: OpenAI's servers promise such schemas for strict functions only.
+    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": not strict}
+    return "%json " + json.dumps({"x-guidance": options, **plain_schema(schema)})
 
 
-def _pair_rules(i: int, form: Form, schema: Mapping[str, object], added: Mapping[str, int]) -> list[str]:
+def _pair_rules(i: int, form: Form, schema: Mapping[str, object], added: Mapping[str, int], strict: bool) -> list[str]:
     """The rules of arguments that are written one by one, in the order of the schema, whose other keywords do not
     hold.
     """
@@ -120,7 +122,9 @@ def _pair_rules(i: int, form: Form, schema: Mapping[str, object], added: Mapping
             rules.append(f"text{i}_{j}[suffix={json.dumps(end)}]: /(?s:.*)/")
             rule = f"text{i}_{j}"
         else:
-            rules.append(f"value{i}_{j}: " + _json_rule({**shared, **value} if isinstance(value, Mapping) else {}))
+            rules.append(
+                f"value{i}_{j}: " + _json_rule({**shared, **value} if isinstance(value, Mapping) else {}, strict)
+            )
             rule = f"value{i}_{j} {_literal(end, added)}"
         rules.append(f"pair{i}_{j}: {_literal(before, added)} {rule} {_literal(pairs.gap, added)}")
     return [f"arguments{i}: {' '.join(parts) or json.dumps('')}", *rules]
