@@ -4,6 +4,7 @@
     python benchmarks/serve.py DIR --format int8 --arrivals                  # time between tokens while prompts arrive
     python benchmarks/serve.py DIR --arrivals --mixed-tokens 24              # the same with small pieces of prompts
     python benchmarks/serve.py DIR --ready --no-keep-packed                  # time until the first request may come
+    python benchmarks/serve.py DIR --adapters 8                              # 32 sequences with 8 LoRA adapters or none
     python benchmarks/serve.py DIR --turns 10                                # tokens that a conversation computes
 
 DIR is a directory as Hugging Face writes it; weights may be random, for only the time is meant. `compare.py` runs
@@ -288,6 +289,22 @@ def gaps(driven: DrivenEngine, prompt: int, vocab: int, arrivals: bool) -> dict[
     return {"median": statistics.median(times), "p99": float(np.quantile(times, 0.99))}
 
 
+def _others(options: argparse.Namespace) -> str:
+    """The text of `--adapters` or `--turns`."""
+    from vishwamai.cli.model import keep_programs
+
+    keep_programs()
+    if options.turns:
+        from engines import turns
+
+        return turns.table(options.directory, options.turns)
+    from engines import adapters
+
+    settings = {**_OPTIONS[options.format], "keep_packed": not options.no_keep_packed}
+    counts = {name: getattr(options, name) for name in ("rank", "sequences", "prompt", "steps", "rounds")}
+    return json.dumps(adapters.compare(options.directory, settings, count=options.adapters, **counts), indent=1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory")
@@ -302,13 +319,14 @@ def main() -> None:
     parser.add_argument("--setting", help="of another contestant: one of its SETTINGS")
     parser.add_argument("--check", metavar="JSON", help='a file with "tokens", "prompts" and "new": loss and answers')
     parser.add_argument("--mixed-tokens", type=int, help="tokens of a step that decodes too, as in `vishwamai serve`")
+    parser.add_argument("--adapters", metavar="N", type=int, help="random LoRA adapters in one batch next to the base")
+    parser.add_argument("--rank", type=int, default=16, help="rank of each of them")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of the base and of the adapters")
     parser.add_argument("--turns", metavar="N", type=int, help="tokens computed in each turn of a conversation")
     parser.add_argument("--no-keep-packed", action="store_true", help="read and pack the weights anew")
     options = parser.parse_args()
-    if options.turns:
-        from engines import turns
-
-        print(turns.table(options.directory, options.turns))
+    if options.adapters or options.turns:
+        print(_others(options))
         return
     # What arrives leaves again after its eight tokens: eight prompts at once are more than there are.
     sequences, length = options.sequences, options.prompt + 4 * options.steps

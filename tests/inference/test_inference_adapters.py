@@ -14,6 +14,7 @@ import torch
 import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmark_files import loaded
 from serving import serving, write_tokenizer
 from vishwamai.core.errors import DeviceError, ShapeError, UnsupportedError
 from vishwamai.inference import CacheTiers, Request, Sampling, memory_release, plan_load
@@ -94,6 +95,15 @@ def test_answers_of_several_adapters_are_those_of_the_merged_models(family, fold
     assert [answer.token_ids for answer in again] == expected
     assert [answer.cached > 0 for answer in again] == [True, True, True, False, False]
     assert [answer.cached for answer in answers] == [0] * 5
+
+
+@pytest.mark.turns(3)
+def test_the_benchmark_decodes_with_adapters_and_without(folder):
+    sizes = {"count": 2, "rank": 3, "sequences": 3, "prompt": 4, "steps": 2, "rounds": 1}
+    with loaded("engines/adapters") as script:
+        figures = script.compare(folder / "base", {"dtype": "float32"}, **sizes)
+    base, adapted = figures["decode 3, base"], figures["decode 3, adapters"]
+    assert base > 0 and figures["adapters / base"] == adapted / base == figures["ratios"][0]
 
 
 @pytest.mark.parametrize(
