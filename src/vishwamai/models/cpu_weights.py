@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from vishwamai.core.types import PyTree
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np

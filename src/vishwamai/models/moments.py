@@ -21,6 +21,8 @@ from vishwamai.models.layers.mixer import Rows
 from vishwamai.models.periods import segments
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from vishwamai.models.decoder import Decoder, Layer
 
 
