@@ -70,7 +70,7 @@ def layers(family: Family) -> list[str]:
         "queries scaled by position": bool(reads & {"attn_temperature_tuning", "llama_4_scaling_beta"}),
         "values of another width": "value_dim" in fields,
         "norms of queries and keys": "qk_norm" in fields or any(f == "qk_norm" for f, _ in family.choices.values()),
-        norms.get(family.fields.get("norms", ""), ""): family.fields.get("norms") in norms,
+        norms.get(str(family.fields.get("norms")), ""): family.fields.get("norms") in norms,
         "layer norms": "layer_norm" in fields,
         "attention and feed-forward network in parallel": bool(parallel),
         "a norm of embeddings": "embedding_norm" in fields,

@@ -313,8 +313,10 @@ def test_arguments_that_cannot_be_read(text, said):
 
 def test_arguments_nest():
     args, kwargs = function.parse_arguments("f32[1, 2], window=(128, None), segment_ids=(s32[1,5], s32[1,7]), s='a, b'")
+    segments = kwargs["segment_ids"]
+    assert isinstance(args[0], jax.ShapeDtypeStruct) and isinstance(segments, tuple)
     assert args[0].shape == (1, 2) and kwargs["window"] == (128, None) and kwargs["s"] == "a, b"
-    assert [x.shape for x in kwargs["segment_ids"]] == [(1, 5), (1, 7)]
+    assert [x.shape for x in segments] == [(1, 5), (1, 7)]
 
 
 def test_explain_says_why_the_kernel_declines(capsys):

@@ -133,7 +133,7 @@ def test_an_answer_with_a_grammar_has_no_guesses(plain, engine):
     def run(served):
         found = {True: [], False: []}
         for guided, prompt in ((True, PROMPTS[0]), (False, PROMPTS[1])):
-            grammar = EvenTokens() if guided else None
+            grammar: Any = EvenTokens() if guided else None
             sink = found[guided].append
             served.submit(Request(tuple(prompt), Sampling(max_new_tokens=12), sink, grammar=grammar))
         while not served.idle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -121,13 +122,13 @@ def test_a_system_prompt_whose_length_is_known_is_computed_once(shared: int) -> 
 
 
 def test_chats_share_what_their_first_user_does_not_change() -> None:
-    def tokens(messages: list[Any]) -> list[int]:
+    def tokens(messages: Sequence[dict[str, object]]) -> list[int]:
         if messages[0]["role"] == "tool":
             raise UnsupportedError("the template begins with a user or a system message.")
         return [ord(letter) for message in messages for letter in f"<{message['role']}>{message['content']}"]
 
-    user = {"role": "user", "content": "+1?"}
-    for messages, expected in (
+    user: dict[str, object] = {"role": "user", "content": "+1?"}
+    chats: list[tuple[list[dict[str, object]], str]] = [
         (
             [{"role": "system", "content": "Be brief."}, user, {"role": "assistant", "content": "2"}, user],
             "<system>Be brief.<user>",
@@ -135,7 +136,8 @@ def test_chats_share_what_their_first_user_does_not_change() -> None:
         ([{"role": "developer", "content": "Be brief."}, {**user, "content": "+"}], "<developer>Be brief.<user>"),
         ([user], "<user>"),
         ([{"role": "tool", "content": "3"}], ""),
-    ):
+    ]
+    for messages, expected in chats:
         prompt = tokens(messages) if expected else []
         assert prompt[: shared_beginning(tokens, messages, prompt)] == [ord(letter) for letter in expected]
 

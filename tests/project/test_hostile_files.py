@@ -143,7 +143,9 @@ def test_checkpoints_of_training(count, tmp_path):
         set_damaged_aside(place / "checkpoints")
         with Checkpoints(place / "checkpoints", keep=2) as checkpoints:
             restored = checkpoints.restore(state)
-        return bool((np.asarray(restored.state.params["w"]) == saved[restored.data["next_index"]]).all())
+        index = restored.data["next_index"]
+        assert isinstance(index, int)
+        return bool((np.asarray(restored.state.params["w"]) == saved[index]).all())
 
     check(count, tmp_path / "source", tmp_path, read)
 

@@ -415,7 +415,9 @@ def test_the_completion_alone_counts(tmp_path):
             "packing": "best_fit",
             "chat_template": str(tmp_path / "a.jinja"),
         }
-        del data["sources"][0]["column"]
+        (source,) = data["sources"]
+        assert isinstance(source, dict)
+        del source["column"]
         config = from_dict({"data": data, "tokenizer": {"vocab_size": 257}})
         folder = tmp_path / expected[:2].strip()
         batch = prepare(config, folder).training[0][0]

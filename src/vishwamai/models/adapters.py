@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vishwamai.core.errors import ShapeError, UnsupportedError
+from vishwamai.core.types import AnyArray
 from vishwamai.core.weight import WrappedWeight
 from vishwamai.models.blocks import linear
 from vishwamai.models.config import ModelConfig
@@ -214,7 +215,7 @@ class AdapterSizes:
         return places[:, None] == jnp.arange(self.count * self.rank, dtype=jnp.int32) // self.rank
 
 
-def adapt(model: Decoder, matrices: Mapping[Place, tuple[jax.Array, jax.Array]], chosen: jax.Array) -> None:
+def adapt(model: Decoder, matrices: Mapping[Place, tuple[AnyArray, AnyArray]], chosen: jax.Array) -> None:
     """Puts the matrices of adapters next to the weights of a decoder, in place; its layers are not stacked."""
     for (layer, name), (down, up) in matrices.items():
         variable = getattr(model.layers[layer], name)

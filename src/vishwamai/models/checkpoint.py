@@ -77,7 +77,7 @@ def from_pretrained(
     return loaded(directory, dtype, mesh, rules, quantize, stacked, config)
 
 
-Weight = jax.Array | QTensor | jax.ShapeDtypeStruct
+Weight = jax.Array | QTensor | ShiftedWeight | jax.ShapeDtypeStruct
 Read = Callable[[], Weight]
 
 

@@ -69,7 +69,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     return from_dict(values)
 
 
-def from_dict(values: dict[str, object]) -> TrainConfig:
+def from_dict(values: Mapping[str, object]) -> TrainConfig:
     """The configuration that nested dictionaries describe.
 
     Raises:

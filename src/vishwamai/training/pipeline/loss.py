@@ -188,7 +188,7 @@ def pipelined(
     of_experts = {} if REFERENCE in batch else {"number": number, "weight": number * scale}
     params = params if loss.attach is None else loss.attach(params)
 
-    def scaled(p: PyTree, y: jax.Array, m: jax.Array) -> tuple[jax.Array, PyTree]:
+    def scaled(p: PyTree, y: jax.Array, m: jax.Array | int) -> tuple[jax.Array, PyTree]:
         total, sums = loss.loss(p, y, _microbatch(parts, m))
         return total * scale, sums
 
@@ -228,7 +228,7 @@ def pipelined_logprobs(loss: PipelinedLoss, params: PyTree, batch: Batch, *, mic
     parts = _parts(batch, microbatches)
     empty = jnp.zeros((*parts["tokens"].shape[:2], 2), jnp.float32)
 
-    def placed(p: PyTree, y: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def placed(p: PyTree, y: jax.Array, m: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         return jnp.float32(0), empty.at[m].set(loss.logprobs(p, y, _microbatch(parts, m)))
 
     results = _through(loss, params, None, parts, placed, gradients=False)
@@ -239,7 +239,7 @@ def _parts(batch: Batch, microbatches: int) -> Batch:
     return jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
 
-def _microbatch(parts: Batch, m: jax.Array) -> Batch:
+def _microbatch(parts: Batch, m: jax.Array | int) -> Batch:
     return jax.tree.map(lambda x: x[m], parts)
 
 
@@ -273,7 +273,7 @@ def _through(
     params: PyTree,
     frozen: PyTree,
     parts: Batch,
-    end: Callable[[PyTree, jax.Array, jax.Array], tuple[jax.Array, PyTree]],
+    end: Callable[[PyTree, jax.Array, jax.Array | int], tuple[jax.Array, PyTree]],
     gradients: bool,
 ) -> Found:
     """A stage's share of a batch.
