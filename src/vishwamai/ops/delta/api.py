@@ -171,9 +171,10 @@ def state_space(
     [11.000, 11.368, 11.503]
     """
     name = "state_space"
-    check_state_space(
-        x, dt, A, B, C, D, None if isinstance(initial_state, PooledStates) else initial_state, segment_ids
-    )
+    plain = None
+    if initial_state is not None and not isinstance(initial_state, PooledStates):
+        plain = initial_state = as_array(name, "initial_state", initial_state)
+    check_state_space(x, dt, A, B, C, D, plain, segment_ids)
     dt, A = as_array(name, "dt", dt), as_array(name, "A", A)
     wide = accumulator_dtype(dt.dtype)
     decay = state_space_decay(dt.astype(wide), A.astype(wide))
